@@ -1,0 +1,1 @@
+"""An embedded node that runs with no GPU and no vLLM."""

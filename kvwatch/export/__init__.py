@@ -1,0 +1,1 @@
+"""Snapshot and verdicts as a Prometheus page, as JSON and over HTTP."""
