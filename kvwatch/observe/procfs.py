@@ -1,0 +1,80 @@
+"""Small reads of ``/proc``. Functions take the root of the file system, so that a test can lay one out."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+PROC = Path("/proc")
+_CHUNK = 4096
+
+
+def read_bytes(path: str, *, limit: int, directory: int | None = None) -> bytes:
+    """The first ``limit`` bytes of a file; a relative path starts from the open ``directory``.
+
+    Raises:
+        OSError: as the kernel says; ESRCH and ENOENT for a process that is gone.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        data = os.read(descriptor, min(_CHUNK, limit))
+        if len(data) < _CHUNK:
+            return data
+        parts = [data]
+        size = len(data)
+        while size < limit and (data := os.read(descriptor, limit - size)):
+            parts.append(data)
+            size += len(data)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
+
+
+def basename(path: str) -> str:
+    """What follows the last slash."""
+    return path.rpartition("/")[2]
+
+
+def split_arguments(data: bytes) -> tuple[str, ...]:
+    """Arguments of ``/proc/PID/cmdline``; the empty ones at the end of a retitled process are dropped."""
+    return tuple(data.rstrip(b"\0").decode(errors="replace").split("\0")) if data.strip(b"\0") else ()
+
+
+def namespace_inode(proc_root: Path, pid: int | str, kind: str) -> int | None:
+    """Inode of a namespace (``pid``, ``net``, ``mnt``) of a process; None where it may not be read."""
+    try:
+        target = str(Path(f"{proc_root}/{pid}/ns/{kind}").readlink())
+    except OSError:
+        return None
+    number = target.partition("[")[2].rstrip("]")
+    return int(number) if number.isdigit() else None
+
+
+def read_environment(proc_root: Path, pid: int, names: Collection[str]) -> dict[str, str]:
+    """The named variables of a process as it started; others are never kept.
+
+    Raises:
+        OSError: the environment may not be read, or the process is gone.
+    """
+    data = read_bytes(f"{proc_root}/{pid}/environ", limit=1 << 20)
+    found: dict[str, str] = {}
+    for entry in data.split(b"\0"):
+        name, equals, value = entry.partition(b"=")
+        if equals and (text := name.decode(errors="replace")) in names:
+            found.setdefault(text, value.decode(errors="replace"))
+    return found
+
+
+def working_directory(proc_root: Path, pid: int) -> str | None:
+    """Working directory as the process itself names it; None where it may not be read."""
+    try:
+        return str(Path(f"{proc_root}/{pid}/cwd").readlink())
+    except OSError:
+        return None
+
+
+def error_reason(error: OSError) -> str:
+    """An errno as a short label: ``eacces``, ``enoent``."""
+    return errno.errorcode.get(error.errno or 0, "oserror").lower()
