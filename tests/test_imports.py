@@ -1,0 +1,73 @@
+"""Imports run one way through the package, and blockmath stands alone."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "kvwatch"
+
+LAYERS = (
+    {"kvwatch.blockmath"},
+    {"kvwatch.units", "kvwatch.config"},
+    {"kvwatch.observe"},
+    {"kvwatch.ownership"},
+    {"kvwatch.node"},
+    {"kvwatch.headroom"},
+    {"kvwatch.forecast"},
+    {"kvwatch.export"},
+    {"kvwatch.monitor"},
+    {"kvwatch.daemon"},
+    {"kvwatch.demo"},
+    {"kvwatch.cli"},
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+IO_MODULES = {"logging", "os", "pathlib", "socket", "subprocess", "time", "urllib", "requests", "numpy"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def rank(module: str) -> int | None:
+    return RANK.get(".".join(module.split(".")[:2]))
+
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_never_run_back(path: Path) -> None:
+    own = module_name(path)
+    if own == "kvwatch":
+        assert not [name for name in imported(path) if name.startswith("kvwatch")]
+        return
+    own_rank = rank(own)
+    assert own_rank is not None, f"{own} has no place in LAYERS"
+    back = {name for name in imported(path) if (other := rank(name)) is not None and other > own_rank}
+    assert not back, f"{own} imports {sorted(back)}, which stand to its right"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "blockmath").rglob("*.py")), ids=module_name)
+def test_blockmath_is_pure(path: Path) -> None:
+    names = imported(path)
+    assert not {name for name in names if name.split(".")[0] in IO_MODULES}
+    assert not {
+        name for name in names if name.startswith("kvwatch.") and not name.startswith("kvwatch.blockmath")
+    }
