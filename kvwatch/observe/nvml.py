@@ -181,8 +181,8 @@ class _Calls:
         return None
 
     def ask_text(self, what: str, call: Callable[..., Any], *arguments: Any) -> str:
-        answer = self.ask(what, call, *arguments)
-        return answer.decode() if isinstance(answer, bytes) else answer or ""
+        """The answer, or an empty text."""
+        return self.ask(what, call, *arguments) or ""
 
     def say(self, reason: str, detail: str) -> None:
         self.failures.append(Failure("nvml", reason, detail))

@@ -69,7 +69,12 @@ class Device:
         yield f"  name {self.name}"
         if self.total is not None:
             used = self.held() if self.used is None else self.used
-            yield f"  memory {self.total} {self.total - self.reserved - used} {used} {self.reserved}"
+            free = self.total - self.reserved - used
+            if free < 0:
+                raise ValueError(
+                    f"{self.name}: {used} bytes used and {self.reserved} reserved of {self.total}"
+                )
+            yield f"  memory {self.total} {free} {used} {self.reserved}"
         for process in self.processes:
             yield from process.lines()
 

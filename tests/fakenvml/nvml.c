@@ -124,7 +124,7 @@ struct line {
     char *rest;
 };
 
-static void die(const struct line *line, const char *format, ...) {
+__attribute__((noreturn, format(printf, 2, 3))) static void die(const struct line *line, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     fprintf(stderr, "fakenvml: %s:%d: ", line->path ? line->path : "", line->number);
@@ -164,7 +164,6 @@ static int choice(struct line *line, const char *const *names, size_t count, con
         if (!strcmp(given, names[i]))
             return (int)i;
     die(line, "unknown %s: %s", what, given);
-    return -1;
 }
 
 static struct device *add_gpu(struct line *line) {
@@ -313,15 +312,8 @@ static struct rule *find_rule(enum action action, const char *function, const ch
 }
 
 static void sleep_through(double seconds) { /* signals do not shorten it, as in a wedged driver */
-    struct timespec end;
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_sec += (time_t)seconds;
-    end.tv_nsec += (long)((seconds - (double)(time_t)seconds) * 1e9);
-    if (end.tv_nsec >= 1000000000L) {
-        end.tv_sec++;
-        end.tv_nsec -= 1000000000L;
-    }
-    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &end, NULL) == EINTR)
+    struct timespec left = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
+    while (clock_nanosleep(CLOCK_MONOTONIC, 0, &left, &left) == EINTR)
         ;
 }
 
@@ -401,10 +393,6 @@ EXPORT int nvmlInitWithFlags(unsigned flags) {
     return leave(code);
 }
 
-EXPORT int nvmlInit_v2(void) {
-    return nvmlInitWithFlags(0);
-}
-
 EXPORT int nvmlShutdown(void) {
     int code = enter_initialized(__func__, "");
     users -= code == SUCCESS;
@@ -454,12 +442,6 @@ EXPORT int nvmlDeviceGetMigDeviceHandleByIndex(struct device *device, unsigned i
     if (code == SUCCESS && !is_present(*out = device + 1 + index))
         code = NOT_FOUND;
     return leave(code);
-}
-
-EXPORT int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(struct device *device, struct device **out) {
-    int code = enter_device(__func__, device);
-    *out = parent_of(device);
-    return leave(code == SUCCESS && !is_instance(device) ? INVALID_ARGUMENT : code);
 }
 
 /* --- what a device says of itself ------------------------------------------------------------------ */
@@ -514,12 +496,6 @@ EXPORT int nvmlDeviceGetMigMode(struct device *device, unsigned *now, unsigned *
 EXPORT int nvmlDeviceGetMaxMigDeviceCount(struct device *device, unsigned *count) {
     int code = enter_device(__func__, device);
     *count = device->max_instances;
-    return leave(code);
-}
-
-EXPORT int nvmlDeviceIsMigDeviceHandle(struct device *device, unsigned *answer) {
-    int code = enter_device(__func__, device);
-    *answer = (unsigned)is_instance(device);
     return leave(code);
 }
 
