@@ -39,7 +39,10 @@ _POOL_LINE = re.compile(
     r"KV cache size: (?P<tokens>[\d,]+) tokens, "
     r"Maximum concurrency for (?P<request>[\d,]+) tokens per request: (?P<concurrency>[\d.]+)x"
 )
-_CAUSE = re.compile(r"\b(?:\w+Error: |Exception: |Value error, ).+")
+_CAUSE = re.compile(
+    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] )?\s*((?:[\w.]+Error|Exception): .+|Value error, .+)$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)

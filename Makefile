@@ -1,0 +1,57 @@
+# Everything a checkout needs, from nothing: `make demo` shows it, `make test` tests it.
+# Stamp files in the virtual environment remember what is done, so the next run starts at once.
+
+export PYTHON ?= python3
+PYTEST_ARGS ?=
+
+venv := .venv
+bin := $(venv)/bin
+installed := $(venv)/.installed
+developed := $(venv)/.developed
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-builtin-rules
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## this list
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(installed) ## a simulated node whose servers stop being restartable; no GPU and no vLLM needed
+	@$(bin)/kvwatch demo
+
+.PHONY: test
+test: lint unit ## everything that needs no real vLLM
+
+.PHONY: lint
+lint: $(developed) ## style and types
+	@$(bin)/ruff check --quiet .
+	@$(bin)/ruff format --quiet --check .
+	@$(bin)/mypy --no-error-summary
+
+.PHONY: unit
+unit: $(developed) ## the tests without the linters
+	@tools/install_system.sh
+	@$(bin)/pytest -n auto --dist loadgroup $(PYTEST_ARGS)
+
+# One real server at a time: each takes a core and 2 GB.
+.PHONY: e2e
+e2e: $(developed) ## the tests against a real vLLM server, which the first run installs (2.5 GB)
+	@tools/install_system.sh
+	@KVWATCH_VLLM_VENV="$$(tools/install_vllm.sh)" $(bin)/pytest -v -n 0 -m vllm $(PYTEST_ARGS)
+
+.PHONY: clean
+clean: ## remove what the targets made in this checkout
+	@rm -rf $(venv) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+
+$(installed): pyproject.toml
+	@$(PYTHON) -m venv $(venv)
+	@$(bin)/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
+	@$(bin)/pip install --quiet --editable .
+	@touch $@
+
+$(developed): $(installed)
+	@$(bin)/pip install --quiet --group dev
+	@touch $@

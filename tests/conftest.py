@@ -1,0 +1,33 @@
+"""Rules for the whole suite."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from typing import TypeVar
+
+import pytest
+
+Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
+
+
+def refuse_skip(report: Report) -> Report:
+    """Turn a skip into a failure where nobody would read its reason (CI sets KVWATCH_FORBID_SKIPS)."""
+    expected_failure = hasattr(report, "wasxfail")
+    if report.skipped and not expected_failure and os.environ.get("KVWATCH_FORBID_SKIPS"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which is not allowed here: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    return refuse_skip(report)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    return refuse_skip(report)
