@@ -9,6 +9,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 _CHUNK = 4096
+_MAX_LINKS = 40
 
 
 def read_bytes(path: str, *, limit: int, directory: int | None = None) -> bytes:
@@ -78,3 +79,67 @@ def working_directory(proc_root: Path, pid: int) -> str | None:
 def error_reason(error: OSError) -> str:
     """An errno as a short label: ``eacces``, ``enoent``."""
     return errno.errorcode.get(error.errno or 0, "oserror").lower()
+
+
+# --- a process's own view of the file system ------------------------------------------------------------
+
+
+def process_root(proc_root: Path, pid: int | None, *, contained: bool = False) -> Path:
+    """Where the root directory of a process is for kvwatch.
+
+    Args:
+        pid: None stands for kvwatch itself.
+        contained: the process is known to run in a container.
+
+    Returns:
+        ``/`` where both share a mount namespace and a root, else ``/proc/PID/root``. Where the kernel does
+        not tell, a process outside of containers is taken to share it.
+    """
+    if pid is None:
+        return Path("/")
+    own = namespace_inode(proc_root, "self", "mnt")
+    other = namespace_inode(proc_root, pid, "mnt")
+    within = proc_root / str(pid) / "root"
+    if own is None or other is None:
+        return within if contained else Path("/")
+    return Path("/") if own == other and _points_to_top(within) else within
+
+
+def _points_to_top(link: Path) -> bool:
+    try:
+        return str(link.readlink()) == "/"
+    except OSError:
+        return False
+
+
+def resolve_in_root(root: Path, path: str) -> Path:
+    """The file that an absolute path names for a process whose root directory is ``root``.
+
+    Symbolic links are followed here rather than by the kernel, which would take an absolute target from
+    kvwatch's own root. Parts that cannot be read stay as they are, for the error of the later open to tell.
+
+    Raises:
+        OSError: ELOOP for too many links.
+    """
+    if root == Path("/"):
+        return Path(path)
+    pending = path.split("/")[::-1]
+    done: list[str] = []
+    links = 0
+    while pending:
+        part = pending.pop()
+        if part == "..":
+            done = done[:-1]
+        elif part not in ("", "."):
+            try:
+                target = str(root.joinpath(*done, part).readlink())
+            except OSError:
+                done.append(part)
+                continue
+            links += 1
+            if links > _MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            if target.startswith("/"):
+                done = []
+            pending.extend(target.split("/")[::-1])
+    return root.joinpath(*done)

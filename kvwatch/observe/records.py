@@ -157,6 +157,7 @@ class Launch:
         cwd: working directory of the process, for relative model paths.
         environment: the few variables that bear on start-up (VLLM_*, CUDA_VISIBLE_DEVICES, HF_*).
         visible_devices: as in CUDA_VISIBLE_DEVICES or ``--device-ids``; None where all GPUs are visible.
+        revision, download_dir, hf_config_path: where the model's files come from, as the flags say.
         unknown_flags: names that kvwatch did not recognise, without their values.
     """
 
@@ -170,6 +171,9 @@ class Launch:
     config_file: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     visible_devices: tuple[str, ...] | None = None
+    revision: str | None = None
+    download_dir: str | None = None
+    hf_config_path: str | None = None
     unknown_flags: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = ()
 

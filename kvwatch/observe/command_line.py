@@ -1,0 +1,449 @@
+"""vLLM's command line, read as vLLM reads it.
+
+The rules are those of its parser in release 0.32.0, which is argparse with additions: underscores count as
+hyphens, ``--config FILE`` puts a YAML file's entries before the other flags, ``--flag.key.key value`` builds
+a JSON object, a flag may be shortened, and the last of several wins. Values of flags that kvwatch has no use
+for are never kept.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import yaml
+
+from kvwatch.blockmath.flags import Flags, human_readable_int
+from kvwatch.observe.processes import python_arguments
+from kvwatch.observe.procfs import basename
+from kvwatch.observe.records import Failure
+from kvwatch.observe.serve_flags import RETIRED_VALUES, Arity, arity, resolve, resolve_short
+
+DEFAULT_PORT = 8000
+
+_SERVE_SCRIPTS = frozenset({"vllm"})
+_CLI_MODULES = frozenset({"vllm.entrypoints.cli.main", "vllm.scripts"})
+_API_SERVER_MODULES = frozenset(
+    {"vllm.entrypoints.openai.api_server", "vllm.entrypoints.launchers.api_server.entry"}
+)
+_NUMBER = re.compile(r"^-(?:\d+|\d*\.\d+)$")
+_FLAG_NAME = re.compile(r"^--?[A-Za-z][\w.-]{0,62}$")
+_FIELDS = tuple(entry.name for entry in fields(Flags))
+_OBJECTS = frozenset({"hf_overrides", "speculative_config", "attention_config"})
+_SPECULATIVE = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+_KEPT = frozenset(
+    {
+        *_FIELDS,
+        *_OBJECTS,
+        *_SPECULATIVE,
+        "served_model_name",
+        "host",
+        "port",
+        "uds",
+        "ssl_keyfile",
+        "ssl_certfile",
+        "device_ids",
+        "headless",
+        "api_server_count",
+        "data_parallel_multi_port_external_lb",
+        "revision",
+        "download_dir",
+        "hf_config_path",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """What one command line says.
+
+    Attributes:
+        flags: those that bear on start-up.
+        served_names: of ``--served-model-name``, else the model.
+        host, port, uds: where the server listens, as written; host is None where not given.
+        tls: a certificate was given.
+        headless: engines without an HTTP server.
+        ports_per_rank: each data-parallel rank answers on a port of its own, from ``port`` up.
+        device_ids: of ``--device-ids``, as written.
+        config_file: of ``--config``, as written.
+        unknown_flags: names that this release does not have, or that kvwatch cannot honour, without values.
+        failures: flags and files that could not be read, each naming its flag.
+    """
+
+    flags: Flags
+    served_names: tuple[str, ...] = ()
+    host: str | None = None
+    port: int | None = DEFAULT_PORT
+    uds: str | None = None
+    tls: bool = False
+    headless: bool = False
+    ports_per_rank: bool = False
+    device_ids: tuple[str, ...] | None = None
+    config_file: str | None = None
+    revision: str | None = None
+    download_dir: str | None = None
+    hf_config_path: str | None = None
+    unknown_flags: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+
+def server_arguments(argv: Sequence[str]) -> tuple[str, ...] | None:
+    """The arguments of a vLLM server, or None where the command line is not one's.
+
+    ``vllm serve`` under any Python and path, its module forms, and the older
+    ``vllm.entrypoints.openai.api_server`` count. A shell or another program that starts a server does not:
+    the server is its child.
+    """
+    if not argv:
+        return None
+    if basename(argv[0]) in _SERVE_SCRIPTS:
+        return _after_serve(argv[1:])
+    python = python_arguments(argv)
+    if python is None:
+        return None
+    kind, program, arguments = python
+    if kind == "script":
+        if basename(program) in _SERVE_SCRIPTS:
+            return _after_serve(arguments)
+        kind, program = "module", _module_of(program)
+    if kind != "module":
+        return None
+    if program in _CLI_MODULES:
+        return _after_serve(arguments)
+    return tuple(arguments) if program in _API_SERVER_MODULES else None
+
+
+def _after_serve(arguments: Sequence[str]) -> tuple[str, ...] | None:
+    return tuple(arguments[1:]) if arguments and arguments[0] == "serve" else None
+
+
+def _module_of(path: str) -> str:
+    """``/x/vllm/entrypoints/cli/main.py`` as ``vllm.entrypoints.cli.main``."""
+    parts = path.removesuffix(".py").split("/")
+    return ".".join(parts[parts.index("vllm") :]) if "vllm" in parts else ""
+
+
+def parse_command_line(
+    arguments: Sequence[str], *, read_file: Callable[[str], str] | None = None
+) -> CommandLine:
+    """Read the arguments that follow ``vllm serve`` (or the API server's module).
+
+    Args:
+        arguments: without program and subcommand.
+        read_file: returns the text of the ``--config`` file; raises OSError where it cannot.
+
+    Returns:
+        What could be read. What could not is named in ``failures``; the rest is kept.
+    """
+    failures: list[Failure] = []
+    config_file, merged = _merge_config(arguments, read_file, failures)
+    scan = _Scan()
+    scan.run(merged)
+    values = scan.values
+    model = scan.positional or values.get("model")
+    flags = _flags({**values, "model": model}, failures)
+    return CommandLine(
+        flags=flags,
+        served_names=_served_names(values.get("served_model_name"), flags.model),
+        host=_text(values.get("host")),
+        port=_port(values.get("port"), failures),
+        uds=_text(values.get("uds")),
+        tls=bool(_text(values.get("ssl_keyfile")) or _text(values.get("ssl_certfile"))),
+        headless=values.get("headless") is True or values.get("api_server_count") == "0",
+        ports_per_rank=values.get("data_parallel_multi_port_external_lb") is True,
+        device_ids=_device_ids(_text(values.get("device_ids"))),
+        config_file=config_file,
+        revision=_text(values.get("revision")),
+        download_dir=_text(values.get("download_dir")),
+        hf_config_path=_text(values.get("hf_config_path")),
+        unknown_flags=tuple(dict.fromkeys(scan.unknown)),
+        failures=tuple(failures),
+    )
+
+
+# --- --config -------------------------------------------------------------------------------------------
+
+
+def _merge_config(
+    arguments: Sequence[str], read_file: Callable[[str], str] | None, failures: list[Failure]
+) -> tuple[str | None, list[str]]:
+    """Put the file's entries where vLLM puts them: after a leading model, before all flags.
+
+    Only ``--config FILE`` counts; vLLM does not read the file of ``--config=FILE``.
+    """
+    words = list(arguments)
+    if "--config" not in words:
+        return None, words
+    at = words.index("--config")
+    if at + 1 >= len(words):
+        failures.append(Failure("launch", "bad_flag", "--config names no file"))
+        return None, words[:at]
+    file = words[at + 1]
+    rest = words[:at] + words[at + 2 :]
+    lead = 1 if rest and not rest[0].startswith("-") and at > 0 else 0
+    return file, rest[:lead] + _config_words(file, read_file, failures) + rest[lead:]
+
+
+def _config_words(file: str, read_file: Callable[[str], str] | None, failures: list[Failure]) -> list[str]:
+    if read_file is None:
+        failures.append(Failure("launch", "config_unread", f"--config {file} was not read"))
+        return []
+    try:
+        entries = yaml.safe_load(read_file(file))
+    except OSError as error:
+        detail = f"--config {file} cannot be read: {error.strerror or error}"
+        failures.append(Failure("launch", "config_unreadable", detail))
+        return []
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        failures.append(Failure("launch", "config_broken", f"--config {file} is not YAML: {_where(error)}"))
+        return []
+    if not isinstance(entries, Mapping):
+        failures.append(Failure("launch", "config_broken", f"--config {file} is not a mapping of flags"))
+        return []
+    return [word for key, value in entries.items() for word in _entry_words(str(key), value)]
+
+
+def _where(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f"line {mark.line + 1}" if mark is not None else type(error).__name__
+
+
+def _entry_words(key: str, value: object) -> list[str]:
+    match value:
+        case True:
+            return [f"--{key}"]
+        case False:
+            negated = f"no-{key.replace('_', '-')}"
+            return [f"--{negated}"] if resolve(negated) == negated else []
+        case list():
+            return [f"--{key}", *map(str, value)] if value else []
+        case dict():
+            return [f"--{key}", json.dumps(value, default=str)]
+        case _:
+            return [f"--{key}", str(value)]
+
+
+# --- words ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Scan:
+    """One pass over the words. Values by flag name, with underscores."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    dotted: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    positional: str | None = None
+
+    def run(self, words: Sequence[str]) -> None:
+        position = 0
+        while position < len(words):
+            word = words[position]
+            position += 1
+            if word == "--":
+                self._take_positionals(words[position:])
+                break
+            if _is_argument(word):
+                self._take_positionals([word])
+            elif word.startswith("-O"):
+                position += word == "-O"
+            else:
+                position += self._flag(word, words[position:])
+        self.values.update(self.dotted)
+
+    def _take_positionals(self, words: Iterable[str]) -> None:
+        for word in words:
+            self.positional = self.positional or word
+
+    def _flag(self, word: str, rest: Sequence[str]) -> int:
+        """Take one flag and its arguments; returns how many of ``rest`` it used."""
+        written, equals, attached = word.partition("=")
+        given = attached if equals else None
+        if "." in written:
+            return self._dotted(written, given, rest)
+        name, attached_short = _resolve(written)
+        if name is None:
+            self._note_unknown(written)
+            return 0 if given is not None else len(_arguments(rest, most=1))
+        given = attached_short if attached_short is not None else given
+        return self._store(name, given, rest)
+
+    def _store(self, name: str, given: str | None, rest: Sequence[str]) -> int:
+        kind = arity(name)
+        if kind is Arity.SWITCH:
+            return self._switch(name, given, rest)
+        if given is not None:
+            self._keep(name, (given,) if kind is Arity.LIST else given)
+            return 0
+        taken = _arguments(rest, most=len(rest) if kind is Arity.LIST else 1)
+        if taken:
+            self._keep(name, tuple(taken) if kind is Arity.LIST else taken[0])
+        return len(taken)
+
+    def _switch(self, name: str, given: str | None, rest: Sequence[str]) -> int:
+        """Earlier releases took ``--enable-chunked-prefill false`` and ``=false``."""
+        truth = {"true": True, "false": False}
+        used = 0
+        if given is None and rest and rest[0].lower() in truth:
+            given, used = rest[0], 1
+        value = truth.get((given or "true").lower(), True)
+        negated = name.startswith("no-")
+        self._keep(name.removeprefix("no-") if negated else name, value != negated)
+        return used
+
+    def _dotted(self, written: str, given: str | None, rest: Sequence[str]) -> int:
+        used = 0
+        if given is None:
+            given, used = (rest[0], 1) if rest else ("", 0)
+        written, listed = written.removesuffix("+"), written.endswith("+")
+        head, *keys = written.split(".")
+        name, _ = _resolve(head)
+        if name is None:
+            self._note_unknown(head)
+        elif _key(name) in _OBJECTS:
+            value: Any = given.split(",") if listed else _json_or_text(given)
+            for key in reversed(keys):
+                value = {key: value}
+            _merge(self.dotted.setdefault(_key(name), {}), value)
+        return used
+
+    def _keep(self, name: str, value: str | bool | tuple[str, ...]) -> None:
+        if _key(name) in _KEPT:
+            self.values[_key(name)] = value
+        elif name in RETIRED_VALUES:
+            self._note_unknown(f"--{name}")
+
+    def _note_unknown(self, written: str) -> None:
+        if _FLAG_NAME.match(written):
+            self.unknown.append(written)
+
+
+def _key(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _is_argument(word: str) -> bool:
+    """Whether a word is a value rather than a flag, by argparse's rules."""
+    if not word.startswith("-") or word == "-" or _NUMBER.match(word):
+        return True
+    return " " in word and _resolve(word.partition("=")[0])[0] is None
+
+
+def _arguments(rest: Sequence[str], *, most: int) -> list[str]:
+    taken: list[str] = []
+    for word in rest[:most]:
+        if word == "--" or not _is_argument(word):
+            break
+        taken.append(word)
+    return taken
+
+
+def _resolve(written: str) -> tuple[str | None, str | None]:
+    """The full name of a flag as written, and the value that a short form carries with it (``-qfp8``)."""
+    if written.startswith("--"):
+        return resolve(written[2:].replace("_", "-")), None
+    name = resolve_short(written)
+    if name is None and (name := resolve_short(written[:2])) and written[:2] in ("-q", "-n", "-r"):
+        return name, written[2:]
+    return name, None
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        pass
+    try:
+        return human_readable_int(text)
+    except ValueError:
+        return text
+
+
+def _merge(into: dict[str, Any], update: Mapping[str, Any]) -> None:
+    for key, value in update.items():
+        present = into.get(key)
+        if isinstance(value, Mapping) and isinstance(present, dict):
+            _merge(present, value)
+        elif isinstance(value, list) and isinstance(present, list):
+            present.extend(value)
+        else:
+            into[key] = value
+
+
+# --- values ---------------------------------------------------------------------------------------------
+
+
+def _text(value: object) -> str | None:
+    """A value as given; vLLM reads an empty one and ``None`` as not given."""
+    return value if isinstance(value, str) and value not in ("", "None") else None
+
+
+def _flags(values: Mapping[str, Any], failures: list[Failure]) -> Flags:
+    wanted = {name: values.get(name) for name in (*_FIELDS, "attention_config")}
+    wanted["speculative_config"] = _speculative_config(values, failures)
+    attention = _object(wanted.pop("attention_config"), "attention_config", failures) or {}
+    wanted["attention_backend"] = _text(wanted["attention_backend"]) or attention.get("backend")
+    good: dict[str, object] = {}
+    for name, value in wanted.items():
+        if value in (None, "", "None"):
+            continue
+        try:
+            Flags.from_mapping({name: value})
+        except ValueError as error:
+            failures.append(_bad_flag(name, str(error).removeprefix(f"{name}: ")))
+        else:
+            good[name] = value
+    return Flags.from_mapping(good)
+
+
+def _speculative_config(values: Mapping[str, Any], failures: list[Failure]) -> Mapping[str, Any] | None:
+    config = dict(_object(values.get("speculative_config"), "speculative_config", failures) or {})
+    for flag, key in _SPECULATIVE.items():
+        if (value := _text(values.get(flag))) is not None:
+            config[key] = _json_or_text(value) if flag == "spec_tokens" else value
+    return {_key(name): value for name, value in config.items()} or None
+
+
+def _object(value: object, name: str, failures: list[Failure]) -> Mapping[str, Any] | None:
+    if isinstance(value, Mapping):
+        return value
+    text = _text(value)
+    if text is None:
+        return None
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        failures.append(_bad_flag(name, f"not JSON: {error.msg}"))
+        return None
+    if not isinstance(parsed, dict):
+        failures.append(_bad_flag(name, "not a JSON object"))
+        return None
+    return parsed
+
+
+def _served_names(value: object, model: str | None) -> tuple[str, ...]:
+    if isinstance(value, tuple):
+        names = tuple(name for name in value if _text(name))
+        if names:
+            return names
+    return (model,) if model else ()
+
+
+def _port(value: object, failures: list[Failure]) -> int | None:
+    if value is None:
+        return DEFAULT_PORT
+    if isinstance(value, str) and value.isdigit() and int(value) <= 65535:
+        return int(value)
+    failures.append(_bad_flag("port", f"{value!r} is not a port"))
+    return None
+
+
+def _device_ids(value: str | None) -> tuple[str, ...] | None:
+    return tuple(part.strip() for part in value.split(",")) if value else None
+
+
+def _bad_flag(name: str, problem: str) -> Failure:
+    return Failure("launch", "bad_flag", f"--{name.replace('_', '-')}: {problem}")

@@ -1,0 +1,255 @@
+"""A model's ``config.json``, found where its server finds it: a directory or a hub's cache, never the network."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvwatch.observe.procfs import PROC, error_reason, process_root, resolve_in_root
+from kvwatch.observe.records import Failure, Launch, ModelConfig, Process
+
+CONFIG_LIMIT = 8 << 20
+"""Bytes. The largest public config.json files have some 100 KB."""
+
+_CONFIG = "config.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+"""In vLLM's order: where a directory holds several kinds, the first is loaded."""
+_NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
+_SECOND_COPY = "consolidated"
+"""Mistral's own format, beside files of the usual names."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamp:
+    """What tells that a model's files are as they were."""
+
+    path: str
+    mtime_ns: int
+    inode: int
+    size: int
+    weights: str
+    weights_mtime_ns: int
+
+
+class ModelSource:
+    """Finds and reads models. Files that have not changed are not read again. For use by one thread."""
+
+    def __init__(self, proc_root: Path = PROC) -> None:
+        self._proc = proc_root
+        self._read: dict[_Stamp, ModelConfig] = {}
+
+    def read(
+        self, launch: Launch, served_root: str | None = None, process: Process | None = None
+    ) -> ModelConfig | Failure:
+        """The configuration of the model that a server has or would load, ``--hf-overrides`` merged in.
+
+        Args:
+            served_root: ``root`` of ``/v1/models``, for a server whose command line names no model.
+            process: the server's; it tells its user and whether it runs in a container.
+        """
+        view = _View.of(launch, process, self._proc)
+        names = list(dict.fromkeys(name for name in (launch.model, served_root) if name))
+        if not names:
+            return _failure("no_model", "neither the command line nor the server names a model")
+        results = [self._read_model(view, name, launch) for name in names]
+        found = next((result for result in results if isinstance(result, ModelConfig)), None)
+        return _with_overrides(found, launch.flags.hf_overrides) if found else results[0]
+
+    def _read_model(self, view: _View, name: str, launch: Launch) -> ModelConfig | Failure:
+        config_name = launch.hf_config_path or name
+        try:
+            directory = view.directory(config_name, launch.revision, view.hub_caches())
+            if isinstance(directory, Failure):
+                return directory
+            if config_name == name and launch.download_dir is None:
+                return self._read_directory(view, directory, directory)
+            caches = view.hub_caches(launch.download_dir)
+            weights = view.directory(name, launch.revision, caches)
+            return self._read_directory(view, directory, weights if isinstance(weights, str) else directory)
+        except OSError as error:
+            return _failure(error_reason(error), f"model {name}: {error.filename}: {error.strerror}")
+
+    def _read_directory(self, view: _View, directory: str, weights: str) -> ModelConfig | Failure:
+        path = view.file(f"{directory}/{_CONFIG}")
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return _without_config(view.file(directory))
+        changed = view.file(weights).stat().st_mtime_ns
+        stamp = _Stamp(str(path), status.st_mtime_ns, status.st_ino, status.st_size, weights, changed)
+        if stamp not in self._read:
+            config = _load(path, status.st_size)
+            if isinstance(config, Failure):
+                return config
+            self._read = {old: model for old, model in self._read.items() if old.path != stamp.path}
+            self._read[stamp] = ModelConfig(
+                str(path), config, status.st_mtime_ns, _weight_bytes(view, weights)
+            )
+        return self._read[stamp]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The file system as one server sees it. Paths in and out are the server's own, until ``file``."""
+
+    root: Path
+    cwd: str | None
+    home: str | None
+    environment: Mapping[str, str]
+
+    @classmethod
+    def of(cls, launch: Launch, process: Process | None, proc_root: Path) -> _View:
+        contained = process is not None and process.container is not None
+        root = process_root(proc_root, launch.pid, contained=contained)
+        uid = process.uid if process is not None else None
+        return cls(root, launch.cwd, launch.environment.get("HOME") or _home(uid), launch.environment)
+
+    def file(self, path: str) -> Path:
+        return resolve_in_root(self.root, path)
+
+    def directory(self, name: str, revision: str | None, caches: Sequence[str]) -> str | Failure:
+        """The model's directory. As for vLLM, what exists as a directory is not looked up as a hub id."""
+        if "://" in name:
+            return _failure("remote", f"model {name} is not on this node's disks")
+        local = self._absolute(name)
+        if local is not None and self.file(local).is_dir():
+            return local
+        if local is not None and self.file(local).is_file():
+            return _single_file(name)
+        if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+            return _failure("not_found", f"model directory {name} does not exist")
+        if self.environment.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+            directories = [f"{base}/{name}" for base in self._modelscope_caches()]
+            found = next((each for each in directories if self.file(each).is_dir()), None)
+        else:
+            found = next((each for base in caches if (each := self._snapshot(base, name, revision))), None)
+        where = f" at revision {revision}" if revision else ""
+        return found or _failure("not_cached", f"model {name}{where} is in no cache of this server")
+
+    def hub_caches(self, download_dir: str | None = None) -> list[str]:
+        """Directories that may hold models of the Hugging Face hub, in its order.
+
+        ``--download-dir`` takes the weights; the configuration stays in the cache.
+        """
+        given = self.environment
+        hub = given.get("HF_HUB_CACHE") or given.get("HUGGINGFACE_HUB_CACHE")
+        if not hub and (home := given.get("HF_HOME")):
+            hub = f"{home}/hub"
+        if not hub and (cache := given.get("XDG_CACHE_HOME") or self._in_home(".cache")):
+            hub = f"{cache}/huggingface/hub"
+        return self._all_absolute(download_dir, hub, given.get("TRANSFORMERS_CACHE"))
+
+    def _modelscope_caches(self) -> list[str]:
+        base = self.environment.get("MODELSCOPE_CACHE") or self._in_home(".cache/modelscope/hub")
+        return self._all_absolute(f"{base}/models", base) if base else []
+
+    def _snapshot(self, cache: str, name: str, revision: str | None) -> str | None:
+        """One commit of a cached repository: the one that the reference names, else the newest."""
+        repository = f"{cache}/models--{name.replace('/', '--')}"
+        snapshots = f"{repository}/snapshots"
+        for commit in (self._reference(repository, revision or "main"), revision):
+            if commit and self.file(f"{snapshots}/{commit}").is_dir():
+                return f"{snapshots}/{commit}"
+        if revision or not self.file(snapshots).is_dir():
+            return None
+        dated = [(entry.stat().st_mtime_ns, entry.name) for entry in self.file(snapshots).iterdir()]
+        return f"{snapshots}/{max(dated)[1]}" if dated else None
+
+    def _reference(self, repository: str, revision: str) -> str | None:
+        try:
+            return self.file(f"{repository}/refs/{revision}").read_text(encoding="ascii").strip()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
+            return None
+
+    def _in_home(self, path: str) -> str | None:
+        return f"{self.home}/{path}" if self.home else None
+
+    def _all_absolute(self, *paths: str | None) -> list[str]:
+        return [absolute for path in paths if path and (absolute := self._absolute(path))]
+
+    def _absolute(self, path: str) -> str | None:
+        if path.startswith("/"):
+            return path
+        if path.startswith("~/"):
+            return self._in_home(path[2:])
+        return f"{self.cwd}/{path}" if self.cwd else None
+
+
+def _home(uid: int | None) -> str | None:
+    try:
+        return pwd.getpwuid(uid).pw_dir if uid is not None else None
+    except KeyError:
+        return None
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def _load(path: Path, size: int) -> Mapping[str, Any] | Failure:
+    if size > CONFIG_LIMIT:
+        return _failure("too_large", f"{path} has {size} bytes, more than {CONFIG_LIMIT}")
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        return _failure("broken_json", f"{path} is not JSON: {error}")
+    if not isinstance(config, dict):
+        return _failure("not_an_object", f"{path} holds no JSON object")
+    return config
+
+
+def _without_config(directory: Path) -> Failure:
+    names = {entry.name for entry in directory.iterdir()}
+    if "params.json" in names:
+        return _failure(
+            "mistral_format", f"{directory} has params.json (Mistral's format) and no config.json"
+        )
+    if any(name.endswith(".gguf") for name in names):
+        return _failure("gguf", f"{directory} has GGUF files and no config.json")
+    return _failure("no_config", f"{directory} has no config.json")
+
+
+def _single_file(name: str) -> Failure:
+    if name.endswith(".gguf"):
+        return _failure("gguf", f"{name} is a GGUF file; its configuration is not read")
+    return _failure("not_a_directory", f"{name} is a file, not a model directory")
+
+
+def _weight_bytes(view: _View, directory: str) -> int | None:
+    """Total size of the weight files of the kind that vLLM would load, following the cache's links."""
+    with os.scandir(view.file(directory)) as entries:
+        names = [entry.name for entry in entries if entry.name not in _NO_WEIGHTS]
+    for suffix in _WEIGHT_SUFFIXES:
+        kind = [name for name in names if name.endswith(suffix)]
+        files = [name for name in kind if not name.startswith(_SECOND_COPY)] or kind
+        if files:
+            try:
+                return sum(view.file(f"{directory}/{name}").stat().st_size for name in files)
+            except OSError:
+                return None
+    return None
+
+
+def _with_overrides(model: ModelConfig, overrides: Mapping[str, Any] | None) -> ModelConfig:
+    return replace(model, config=_merged(model.config, overrides)) if overrides else model
+
+
+def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """As vLLM does: a configuration within is merged, another object (``rope_scaling``) is replaced."""
+    merged = dict(config)
+    for key, value in overrides.items():
+        present = merged.get(key)
+        nested = key.endswith("_config") and key != "quantization_config"
+        if nested and isinstance(present, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merged(present, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _failure(reason: str, detail: str) -> Failure:
+    return Failure("models", reason, detail)
