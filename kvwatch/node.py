@@ -1,0 +1,284 @@
+"""Joins one cycle's records into a picture of the node in which each byte of VRAM has one owner."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvwatch.blockmath.errors import Unsupported
+from kvwatch.blockmath.releases import Release
+from kvwatch.config import Config
+from kvwatch.observe.cycle import Observation, ObservedServer, SourceStatus
+from kvwatch.observe.records import Failure, Gpu, GpuProcess, Launch, ModelConfig, Process, VllmRecord
+from kvwatch.ownership import Owner, Ownership, classify
+
+MAX_LABEL = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One process on one GPU.
+
+    Attributes:
+        process: None where its pid could not be resolved.
+        used_bytes: None where the driver does not tell.
+    """
+
+    gpu: str
+    pid: int
+    process: Process | None
+    used_bytes: int | None
+    kinds: frozenset[str]
+    ownership: Ownership
+
+    @property
+    def name(self) -> str:
+        """The program, for people."""
+        return self.process.name if self.process else f"pid {self.pid}"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """One GPU with its memory shared out.
+
+    Attributes:
+        holders: largest first; those of unknown size last.
+        residue: bytes in use that no named process holds; None where a part of the sum is unknown.
+        visibility: share of the named pids that could be resolved, None where no list could be read.
+        inconsistent: the processes' sum exceeds what the card says is used.
+    """
+
+    gpu: Gpu
+    holders: tuple[Holder, ...]
+    residue: int | None
+    visibility: float | None
+    inconsistent: bool
+
+    def held(self) -> dict[tuple[Owner, str], int]:
+        """Bytes per (owner, server). A class whose bytes are not known in full is left out."""
+        sums: Counter[tuple[Owner, str]] = Counter()
+        unknown: set[tuple[Owner, str]] = set()
+        for holder in self.holders:
+            key = (holder.ownership.owner, holder.ownership.server)
+            if holder.used_bytes is None:
+                unknown.add(key)
+            else:
+                sums[key] += holder.used_bytes
+        if self.residue is None:
+            unknown.add((Owner.UNATTRIBUTED, ""))
+        else:
+            sums[Owner.UNATTRIBUTED, ""] += self.residue
+        return {key: held for key, held in sums.items() if key not in unknown}
+
+    def held_by_server(self, name: str) -> int | None:
+        """Bytes that one server's processes hold here; None where they are not all known."""
+        own = [holder.used_bytes for holder in self.holders if holder.ownership.server == name]
+        known = [used for used in own if used is not None]
+        return sum(known) if known and len(known) == len(own) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """One vLLM server as this cycle saw it.
+
+    Attributes:
+        name: label ``server``, unique on the node.
+        model: what it serves, for people.
+        release: None where its version is not known.
+        gpus: NVML indices in rank order, empty where unknown.
+        up: its ``/metrics`` answered.
+    """
+
+    name: str
+    model: str
+    launch: Launch
+    page: VllmRecord | Failure
+    model_config: ModelConfig | Failure
+    release: Release | None
+    gpus: tuple[str, ...]
+
+    @property
+    def up(self) -> bool:
+        """Whether its page was read in this cycle."""
+        return isinstance(self.page, VllmRecord)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The running length in tokens, from /v1/models."""
+        if not isinstance(self.page, VllmRecord) or not self.page.models:
+            return None
+        lengths = [model.max_model_len for model in self.page.models if model.max_model_len is not None]
+        return max(lengths, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSnapshot:
+    """The node at one moment. Immutable; a new one each cycle."""
+
+    time: float
+    gpus: tuple[GpuState, ...]
+    servers: tuple[ServerState, ...]
+    sources: tuple[SourceStatus, ...]
+    failures: tuple[Failure, ...] = ()
+
+    def gpu(self, index: str) -> GpuState | None:
+        """The GPU of that index."""
+        return next((state for state in self.gpus if state.gpu.index == index), None)
+
+
+def join(observation: Observation, config: Config) -> NodeSnapshot:
+    """One cycle's records as one snapshot."""
+    names = _names(observation.servers)
+    members = {
+        pid: name for server, name in zip(observation.servers, names, strict=True) for pid in server.members
+    }
+    processes: Mapping[int, Process] = (
+        {} if isinstance(observation.processes, Failure) else observation.processes.processes
+    )
+    listed = () if isinstance(observation.nvml, Failure) else observation.nvml.gpus
+    gpus = tuple(_gpu_state(gpu, processes, members, config) for gpu in listed)
+    servers = tuple(
+        _server_state(server, name, gpus) for server, name in zip(observation.servers, names, strict=True)
+    )
+    return NodeSnapshot(
+        time=observation.time,
+        gpus=gpus,
+        servers=servers,
+        sources=observation.sources,
+        failures=tuple(_failures(observation)),
+    )
+
+
+def _failures(observation: Observation) -> Iterable[Failure]:
+    for record in (observation.nvml, observation.processes):
+        if isinstance(record, Failure):
+            yield record
+        else:
+            yield from record.failures
+    if not isinstance(observation.nvml, Failure):
+        for gpu in observation.nvml.gpus:
+            yield from gpu.failures
+    for server in observation.servers:
+        yield from server.launch.failures
+        if isinstance(server.vllm, Failure):
+            yield server.vllm
+        else:
+            yield from server.vllm.failures
+        if isinstance(server.model, Failure):
+            yield server.model
+
+
+def _gpu_state(
+    gpu: Gpu, processes: Mapping[int, Process], members: Mapping[int, str], config: Config
+) -> GpuState:
+    listed = gpu.processes or {}
+    holders = [_holder(gpu, entry, processes, members, config) for entry in listed.values()]
+    holders.sort(key=lambda holder: (-(holder.used_bytes or 0), holder.pid))
+    residue = _residue(gpu)
+    resolved = sum(holder.process is not None for holder in holders)
+    visibility = None
+    if gpu.processes is not None:
+        visibility = resolved / len(holders) if holders else 1.0
+    return GpuState(
+        gpu=gpu,
+        holders=tuple(holders),
+        residue=max(residue, 0) if residue is not None else None,
+        visibility=visibility,
+        inconsistent=residue is not None and residue < 0,
+    )
+
+
+def _holder(
+    gpu: Gpu,
+    entry: GpuProcess,
+    processes: Mapping[int, Process],
+    members: Mapping[int, str],
+    config: Config,
+) -> Holder:
+    process = processes.get(entry.pid)
+    ownership = classify(process, entry.pid, members, config.holders)
+    return Holder(gpu.index, entry.pid, process, entry.used_bytes, entry.kinds, ownership)
+
+
+def _residue(gpu: Gpu) -> int | None:
+    """Bytes in use less those of the named processes.
+
+    Unknown under v1 of NVML's memory call, whose `used` contains a reserved part of unknown size.
+    """
+    if gpu.memory is None or gpu.memory.reserved is None or gpu.processes is None:
+        return None
+    sizes = [entry.used_bytes for entry in gpu.processes.values()]
+    known = [used for used in sizes if used is not None]
+    return gpu.memory.used - sum(known) if len(known) == len(sizes) else None
+
+
+def _names(servers: tuple[ObservedServer, ...]) -> list[str]:
+    """A unique name per server: configured, else the served model's, with the port where two share it."""
+    plain = [_plain_name(server) for server in servers]
+    often = Counter(plain)
+    with_port = [
+        f"{name}:{_port(server)}" if often[name] > 1 else name
+        for name, server in zip(plain, servers, strict=True)
+    ]
+    still = Counter(with_port)
+    return [
+        f"{name}#{server.launch.pid}" if still[name] > 1 else name
+        for name, server in zip(with_port, servers, strict=True)
+    ]
+
+
+def _plain_name(server: ObservedServer) -> str:
+    if server.settings and server.settings.name:
+        return server.settings.name[:MAX_LABEL]
+    if isinstance(server.vllm, VllmRecord) and server.vllm.models:
+        return server.vllm.models[0].id[:MAX_LABEL]
+    if server.launch.served_names:
+        return server.launch.served_names[0][:MAX_LABEL]
+    return (server.launch.model or server.launch.base_url or "vllm")[:MAX_LABEL]
+
+
+def _port(server: ObservedServer) -> int | str:
+    parts = urlsplit(server.launch.base_url or "")
+    return parts.port or server.launch.pid or "?"
+
+
+def _server_state(server: ObservedServer, name: str, gpus: tuple[GpuState, ...]) -> ServerState:
+    page = server.vllm
+    root = page.models[0].root if isinstance(page, VllmRecord) and page.models else None
+    return ServerState(
+        name=name,
+        model=(server.launch.model or root or name)[:MAX_LABEL],
+        launch=server.launch,
+        page=page,
+        model_config=server.model,
+        release=_release(page),
+        gpus=_server_gpus(server, name, gpus),
+    )
+
+
+def _release(page: VllmRecord | Failure) -> Release | None:
+    if isinstance(page, Failure) or page.version is None:
+        return None
+    try:
+        return Release.parse(page.version)
+    except (Unsupported, ValueError):
+        return None
+
+
+def _server_gpus(server: ObservedServer, name: str, gpus: tuple[GpuState, ...]) -> tuple[str, ...]:
+    """Where its ranks run: as configured, else the cards on which its processes hold most.
+
+    A rank can keep a small context on cards that are another rank's; those are not counted as ranks.
+    """
+    if server.settings and server.settings.gpus:
+        return server.settings.gpus
+    held = {
+        state.gpu.index: state.held_by_server(name) or 0
+        for state in gpus
+        if any(holder.ownership.server == name for holder in state.holders)
+    }
+    ranks = server.launch.flags.tp * server.launch.flags.pp * server.launch.flags.dp
+    largest = sorted(held, key=lambda index: -held[index])[:ranks]
+    return tuple(index for index in held if index in largest)

@@ -1,0 +1,253 @@
+"""One look at the whole node: every source once, side by side, each behind its deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from kvwatch.config import NO_FLAGS, Config, ServerConfig
+from kvwatch.observe.deadline import Guarded
+from kvwatch.observe.records import (
+    Failure,
+    Launch,
+    ModelConfig,
+    NvmlRecord,
+    ProcessRecord,
+    VllmRecord,
+)
+
+T = TypeVar("T")
+
+
+class VllmReader(Protocol):
+    """Reads one server's pages."""
+
+    def read(self) -> VllmRecord | Failure:
+        """One round of requests."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+
+class Sources(Protocol):
+    """Where an `Observer` looks: the real node, the demo's, or a capture file's."""
+
+    def read_nvml(self) -> NvmlRecord | Failure:
+        """All GPUs and the processes on them."""
+
+    def read_processes(self) -> ProcessRecord | Failure:
+        """All processes of the node."""
+
+    def find_servers(self, processes: ProcessRecord) -> tuple[Launch, ...]:
+        """The vLLM servers among them."""
+
+    def server_members(self, launch: Launch, processes: ProcessRecord) -> frozenset[int]:
+        """The pids that belong to one server."""
+
+    def open_vllm(self, base_url: str, settings: ServerConfig | None) -> VllmReader:
+        """A reader for one server's pages, kept between cycles."""
+
+    def read_model(
+        self, launch: Launch, served_root: str | None, settings: ServerConfig | None
+    ) -> ModelConfig | Failure:
+        """The config.json of a server's model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedServer:
+    """What one cycle saw of one vLLM server.
+
+    Attributes:
+        settings: its entry under ``servers`` in kvwatch.yaml, None where there is none.
+        members: pids of its process tree, empty where its processes cannot be seen.
+    """
+
+    launch: Launch
+    settings: ServerConfig | None
+    members: frozenset[int]
+    vllm: VllmRecord | Failure
+    model: ModelConfig | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStatus:
+    """How one source did.
+
+    Attributes:
+        last_success: Unix time of its last answer, None before the first.
+        seconds: how long this cycle's answer took, None where there was none.
+    """
+
+    name: str
+    up: bool
+    last_success: float | None
+    seconds: float | None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Everything one cycle saw, and nothing from an earlier one.
+
+    Attributes:
+        time: Unix time at which the cycle began.
+    """
+
+    time: float
+    nvml: NvmlRecord | Failure
+    processes: ProcessRecord | Failure
+    servers: tuple[ObservedServer, ...] = ()
+    sources: tuple[SourceStatus, ...] = ()
+
+
+@dataclass(slots=True)
+class _Server:
+    """A server's reader and guards, kept from cycle to cycle."""
+
+    reader: VllmReader
+    vllm: Guarded[VllmRecord | Failure] = field(default_factory=lambda: Guarded("vllm"))
+    model: Guarded[ModelConfig | Failure] = field(default_factory=lambda: Guarded("models"))
+
+
+class Observer:
+    """Looks at the node once per `observe()`. Not for use from two threads at once."""
+
+    def __init__(self, sources: Sources, config: Config, *, now: Callable[[], float] = time.time) -> None:
+        self._sources = sources
+        self._config = config
+        self._now = now
+        self._nvml: Guarded[NvmlRecord | Failure] = Guarded("nvml")
+        self._processes: Guarded[tuple[ProcessRecord, tuple[_Found, ...]] | Failure] = Guarded("processes")
+        self._servers: dict[str, _Server] = {}
+        self._last_success: dict[str, float] = {}
+
+    def reconfigure(self, config: Config) -> None:
+        """Use another configuration from the next cycle on; readers are opened anew."""
+        self._config = config
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the servers' connections."""
+        for server in self._servers.values():
+            server.reader.close()
+        self._servers.clear()
+
+    def observe(self) -> Observation:
+        """One cycle. Takes as long as the slowest source, at most the sum of the configured deadlines."""
+        poll = self._config.poll
+        begun = self._now()
+        self._nvml.start(self._sources.read_nvml)
+        self._processes.start(self._read_processes)
+        listed = self._processes.result(poll.processes_timeout)
+        processes, found = (listed, ()) if isinstance(listed, Failure) else listed
+        servers = self._read_servers(self._with_configured(found))
+        nvml = self._nvml.result(poll.nvml_timeout)
+        statuses = [
+            self._status("nvml", begun, nvml, self._nvml.seconds),
+            self._status("processes", begun, processes, self._processes.seconds),
+        ]
+        if servers:
+            statuses.append(self._joint_status("vllm", begun, [server.vllm for server in servers]))
+            statuses.append(self._joint_status("models", begun, [server.model for server in servers]))
+        return Observation(begun, nvml, processes, servers, tuple(statuses))
+
+    def _read_processes(self) -> tuple[ProcessRecord, tuple[_Found, ...]] | Failure:
+        record = self._sources.read_processes()
+        if isinstance(record, Failure):
+            return record
+        launches = self._sources.find_servers(record) if self._config.discovery else ()
+        return record, tuple(
+            _Found(launch, None, self._sources.server_members(launch, record)) for launch in launches
+        )
+
+    def _with_configured(self, found: tuple[_Found, ...]) -> tuple[_Found, ...]:
+        """Discovered servers with the configuration laid over them, then those only configured."""
+        by_url = {_same_address(settings.url): settings for settings in self._config.servers}
+        merged = [_overlay(one, by_url.pop(_same_address(one.launch.base_url or ""), None)) for one in found]
+        merged.extend(_overlay(_configured_only(settings), settings) for settings in by_url.values())
+        return tuple(merged)
+
+    def _read_servers(self, found: tuple[_Found, ...]) -> tuple[ObservedServer, ...]:
+        poll = self._config.poll
+        keys = {_key(one): one for one in found}
+        for gone in self._servers.keys() - keys.keys():
+            self._servers.pop(gone).reader.close()
+        for key, one in keys.items():
+            if key not in self._servers and one.launch.base_url:
+                self._servers[key] = _Server(self._sources.open_vllm(one.launch.base_url, one.settings))
+            if key in self._servers:
+                self._servers[key].vllm.start(self._servers[key].reader.read)
+        pages = {
+            key: self._servers[key].vllm.result(poll.vllm_timeout)
+            if key in self._servers
+            else Failure("vllm", "no_address", "the command line names no address that kvwatch can reach")
+            for key in keys
+        }
+        models = {key: self._start_model(key, one, pages[key]) for key, one in keys.items()}
+        return tuple(
+            ObservedServer(one.launch, one.settings, one.members, pages[key], models[key]())
+            for key, one in keys.items()
+        )
+
+    def _start_model(
+        self, key: str, one: _Found, page: VllmRecord | Failure
+    ) -> Callable[[], ModelConfig | Failure]:
+        root = page.models[0].root if isinstance(page, VllmRecord) and page.models else None
+        read = partial(self._sources.read_model, one.launch, root, one.settings)
+        server = self._servers.get(key)
+        if server is None:
+            return read
+        server.model.start(read)
+        return lambda: server.model.result(self._config.poll.processes_timeout)
+
+    def _joint_status(self, name: str, begun: float, results: list[T | Failure]) -> SourceStatus:
+        """Up where every server answered."""
+        failure = next((one for one in results if isinstance(one, Failure)), None)
+        return self._status(name, begun, failure or results[0], None)
+
+    def _status(self, name: str, begun: float, result: object, seconds: float | None) -> SourceStatus:
+        failure = result if isinstance(result, Failure) else None
+        if failure is None:
+            self._last_success[name] = begun
+        return SourceStatus(name, failure is None, self._last_success.get(name), seconds, failure)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A server before its pages are read."""
+
+    launch: Launch
+    settings: ServerConfig | None
+    members: frozenset[int]
+
+
+def _key(one: _Found) -> str:
+    """Identity of a server between cycles: a restart on the same port is another server."""
+    return f"{one.launch.base_url} {one.launch.pid} {one.launch.start_time}"
+
+
+def _same_address(url: str) -> str:
+    return url.replace("//localhost:", "//127.0.0.1:").rstrip("/")
+
+
+def _configured_only(settings: ServerConfig) -> _Found:
+    launch = Launch(
+        pid=None,
+        start_time=None,
+        flags=NO_FLAGS,
+        model=settings.flags.model,
+        served_names=(),
+        base_url=settings.url,
+    )
+    return _Found(launch, settings, frozenset())
+
+
+def _overlay(one: _Found, settings: ServerConfig | None) -> _Found:
+    if settings is None:
+        return one
+    overrides: Mapping[str, object] = settings.flags.given()
+    launch = replace(one.launch, flags=one.launch.flags.with_changes(**overrides))
+    return _Found(launch, settings, one.members)

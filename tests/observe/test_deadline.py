@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import threading
+import time
+
+from kvwatch.observe.deadline import Guarded
+from kvwatch.observe.records import Failure
+
+
+def test_an_answer_comes_through_with_its_duration() -> None:
+    guarded: Guarded[int] = Guarded("nvml")
+    guarded.start(lambda: 7)
+    assert guarded.result(5) == 7
+    assert guarded.seconds is not None
+    assert 0 <= guarded.seconds < 5
+
+
+def test_an_exception_is_a_failure_of_the_source() -> None:
+    guarded: Guarded[int] = Guarded("nvml")
+    guarded.start(lambda: 1 // 0)
+    failure = guarded.result(5)
+    assert isinstance(failure, Failure)
+    assert (failure.source, failure.reason) == ("nvml", "error")
+    assert "ZeroDivisionError" in failure.detail
+
+
+def test_a_hanging_call_costs_one_thread_however_often_it_is_asked() -> None:
+    release = threading.Event()
+    calls = []
+
+    def hang() -> str:
+        calls.append(1)
+        release.wait(30)
+        return "stale"
+
+    guarded: Guarded[str] = Guarded("nvml")
+    before = threading.active_count()
+    guarded.start(hang)
+    outcome = guarded.result(0.05)
+    assert isinstance(outcome, Failure)
+    assert outcome.reason == "timeout"
+    for _ in range(20):
+        guarded.start(hang)
+        outcome = guarded.result(0.05)
+        assert isinstance(outcome, Failure)
+        assert outcome.reason == "stuck"
+    assert len(calls) == 1
+    assert threading.active_count() == before + 1
+    assert guarded.seconds is None
+
+    release.set()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.005)
+    guarded.start(lambda: "fresh")
+    assert guarded.result(5) == "fresh"
+
+
+def test_waiting_counts_from_the_start_of_the_call() -> None:
+    release = threading.Event()
+    guarded: Guarded[bool] = Guarded("vllm")
+    guarded.start(lambda: release.wait(30))
+    guarded.result(0.05)
+    begun = time.monotonic()
+    guarded.result(0.05)
+    assert time.monotonic() - begun < 0.05
+    release.set()
