@@ -53,24 +53,28 @@ ERRORS: Mapping[int, str] = {
 }
 """Short names of NVML's return codes, fit for a label."""
 
-_HINTS: Mapping[int, str] = {
-    9: "no NVIDIA kernel module is loaded",
-    12: "libnvidia-ml.so.1 is not on this machine, or not in this container",
-    18: "the driver was upgraded under a running system: reboot, and restart this container if it is one",
-    999: "in a container: access to the devices was lost, restart it",
+_HINTS: Mapping[str, str] = {
+    "driver_not_loaded": "no NVIDIA kernel module is loaded",
+    "library_not_found": "libnvidia-ml.so.1 is not on this machine, or not in this container",
+    "driver_mismatch": "the driver was upgraded under a running system: reboot, restart a container",
+    "unknown": "in a container: access to the devices may be lost, restart it",
 }
 
 # NVML may go on answering these until it is initialised anew.
-_STALE = frozenset({1, 9, 15, 16, 18, 28, 999})
+_STALE = frozenset(
+    {
+        "uninitialized",
+        "driver_not_loaded",
+        "gpu_lost",
+        "reset_required",
+        "driver_mismatch",
+        "gpu_not_found",
+        "unknown",
+    }
+)
 # The driver, or this kind of GPU, does not have the call.
-_ABSENT = frozenset({3, 13})
-_ABSENT_REASONS = frozenset(ERRORS[code] for code in _ABSENT)
-_NOT_SUPPORTED = 3
-_NOT_FOUND = 6
-_INSUFFICIENT_SIZE = 7
-_FUNCTION_NOT_FOUND = 13
-_GPU_LOST = 15
-_NO_MEMORY_V2 = frozenset({2, 3, 13, 25})
+_ABSENT = frozenset({"not_supported", "function_not_found"})
+_NO_MEMORY_V2 = _ABSENT | {"invalid_argument", "argument_version_mismatch"}
 
 _LISTS: Mapping[str, str] = {
     "compute": "nvmlDeviceGetComputeRunningProcesses",
@@ -86,14 +90,15 @@ class NvmlSource:
     """Reads all GPUs of the node.
 
     It may be called from any thread, one call at a time, and holds no lock: a source whose call hangs can be
-    abandoned, with its thread, for a new one.
+    abandoned, with its thread, for a new one. Close it should the call come back: NVML counts
+    initialisations, and an open one keeps the new source from starting NVML anew.
     """
 
     def __init__(
         self,
         *,
         first_delay: float = 1.0,
-        longest_delay: float = 300.0,
+        longest_delay: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Delays, in seconds, between attempts to initialise; they double from the first to the longest."""
@@ -132,14 +137,14 @@ class NvmlSource:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            self._failure = _describe("initialisation failed", error)
+            self._failure = _failure("initialisation failed", error)
             self._postpone()
         else:
             self._failure = None
             self._initialized = True
 
     def _judge(self, calls: _Calls) -> None:
-        if not calls.codes & _STALE:
+        if not calls.reasons & _STALE:
             self._stale = False
             self._delay = self._first_delay
         elif not self._stale:
@@ -155,27 +160,27 @@ class _Calls:
     """Makes calls about one subject and keeps what failed.
 
     Attributes:
-        codes: return codes met, shared by all that concerns one GPU.
+        reasons: what failures were met, said or not; shared by all that concerns one GPU.
     """
 
-    def __init__(self, subject: str, codes: set[int] | None = None) -> None:
+    def __init__(self, subject: str, reasons: set[str] | None = None) -> None:
         self.subject = subject
         self.failures: list[Failure] = []
-        self.codes: set[int] = set() if codes is None else codes
+        self.reasons: set[str] = set() if reasons is None else reasons
 
-    def ask(self, what: str, call: Callable[..., Any], *arguments: Any, unsaid: Iterable[int] = ()) -> Any:
-        """The answer, or None. Failures are kept, but for the codes in ``unsaid``.
+    def ask(self, what: str, call: Callable[..., Any], *arguments: Any, unsaid: Iterable[str] = ()) -> Any:
+        """The answer, or None. Failures are kept, but for the reasons in ``unsaid``.
 
         A GPU that is lost is not asked again: each call may take the driver seconds.
         """
-        if _GPU_LOST in self.codes:
+        if "gpu_lost" in self.reasons:
             return None
         try:
             return call(*arguments)
         except pynvml.NVMLError as error:
-            self.codes.add(error.value)
-            if error.value not in unsaid:
-                self.failures.append(_describe(f"{what} of {self.subject}", error))
+            self.reasons.add(_reason(error))
+            if _reason(error) not in unsaid:
+                self.failures.append(_failure(f"{what} of {self.subject}", error))
         except UnicodeDecodeError as error:
             self.say("bad_text", f"{what} of {self.subject}: {error}")
         return None
@@ -188,10 +193,14 @@ class _Calls:
         self.failures.append(Failure("nvml", reason, detail))
 
 
-def _describe(what: str, error: pynvml.NVMLError) -> Failure:
-    code = error.value
-    hint = f"; {_HINTS[code]}" if code in _HINTS else ""
-    return Failure("nvml", ERRORS.get(code, f"code_{code}"), f"{what}: {error} (NVML error {code}{hint})")
+def _reason(error: pynvml.NVMLError) -> str:
+    return ERRORS.get(error.value, f"code_{error.value}")
+
+
+def _failure(what: str, error: pynvml.NVMLError) -> Failure:
+    reason = _reason(error)
+    hint = f"; {_HINTS[reason]}" if reason in _HINTS else ""
+    return Failure("nvml", reason, f"{what}: {error} (NVML error {error.value}{hint})")
 
 
 def _read_node(calls: _Calls) -> NvmlRecord | Failure:
@@ -212,7 +221,7 @@ def _read_gpu(index: int, node: _Calls) -> list[Gpu]:
         node.failures += calls.failures
     else:
         gpus = [_read_whole(index, handle, calls)]
-    node.codes |= calls.codes
+    node.reasons |= calls.reasons
     return gpus
 
 
@@ -262,7 +271,7 @@ def _read_instances(index: int, handle: Any, calls: _Calls) -> list[Gpu]:
     places = calls.ask("number of MIG devices", pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
     find = pynvml.nvmlDeviceGetMigDeviceHandleByIndex
     found = {
-        place: calls.ask(f"MIG device {place}", find, handle, place, unsaid={_NOT_FOUND})
+        place: calls.ask(f"MIG device {place}", find, handle, place, unsaid={"not_found"})
         for place in range(places)
     }
     parent = _Parent(
@@ -272,7 +281,7 @@ def _read_instances(index: int, handle: Any, calls: _Calls) -> list[Gpu]:
         cache(lambda: _read_lists(handle, calls)),
     )
     return [
-        _read_instance(parent, place, instance, _Calls(f"GPU {index}:{place}", calls.codes))
+        _read_instance(parent, place, instance, _Calls(f"GPU {index}:{place}", calls.reasons))
         for place, instance in found.items()
         if instance is not None
     ]
@@ -296,7 +305,7 @@ def _read_instance(parent: _Parent, place: int, handle: Any, calls: _Calls) -> G
 
 def _read_instance_lists(parent: _Parent, handle: Any, calls: _Calls) -> list[_Entry] | None:
     """The MIG device's own lists, else its share of the parent's."""
-    attempt = _Calls(calls.subject, calls.codes)
+    attempt = _Calls(calls.subject, calls.reasons)
     own = _read_lists(handle, attempt)
     whole = parent.lists() if own is None else None
     if whole is None:
@@ -318,7 +327,7 @@ def _ask_memory(handle: Any) -> GpuMemory:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return GpuMemory(memory.total, memory.free, memory.used, memory.reserved)
     except pynvml.NVMLError as error:
-        if error.value not in _NO_MEMORY_V2:
+        if _reason(error) not in _NO_MEMORY_V2:
             raise
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     return GpuMemory(memory.total, memory.free, memory.used, None)
@@ -329,7 +338,7 @@ def _ask_whole_memory(handle: Any, calls: _Calls) -> GpuMemory:
     try:
         return _ask_memory(handle)
     except pynvml.NVMLError as error:
-        if error.value != _NOT_SUPPORTED:
+        if _reason(error) != "not_supported":
             raise
     machine = psutil.virtual_memory()
     calls.say(
@@ -357,10 +366,10 @@ def _read_lists(handle: Any, calls: _Calls) -> list[_Entry] | None:
 
     A list that this GPU does not have is missed only when there is no other.
     """
-    attempt = _Calls(calls.subject, calls.codes)
+    attempt = _Calls(calls.subject, calls.reasons)
     answers = [attempt.ask(f"{kind} processes", _ask_list, kind, handle) for kind in _LISTS]
     answered = any(answer is not None for answer in answers)
-    calls.failures += [f for f in attempt.failures if not answered or f.reason not in _ABSENT_REASONS]
+    calls.failures += [f for f in attempt.failures if not answered or f.reason not in _ABSENT]
     return [entry for answer in answers for entry in answer or ()] if answered else None
 
 
@@ -370,7 +379,7 @@ def _ask_list(kind: str, handle: Any) -> list[_Entry]:
         try:
             return _ask_list_once(kind, handle)
         except pynvml.NVMLError as error:
-            if error.value != _INSUFFICIENT_SIZE:
+            if _reason(error) != "insufficient_size":
                 raise
     return _ask_list_once(kind, handle)
 
@@ -379,8 +388,8 @@ def _ask_list_once(kind: str, handle: Any) -> list[_Entry]:
     name = _LISTS[kind]
     try:
         answer = getattr(pynvml, f"{name}_v3")(handle)
-    except pynvml.NVMLError as error:  # drivers before 510 have v2, and so has nvidia-ml-py from 12.550 on
-        if error.value != _FUNCTION_NOT_FOUND or not hasattr(pynvml, f"{name}_v2"):
+    except pynvml.NVMLError as error:  # a driver before 510; nvidia-ml-py 12.535 has no v2
+        if _reason(error) != "function_not_found" or not hasattr(pynvml, f"{name}_v2"):
             raise
         answer = getattr(pynvml, f"{name}_v2")(handle)
     return [_Entry(kind, p.pid, p.usedGpuMemory, p.gpuInstanceId, p.computeInstanceId) for p in answer]
