@@ -111,3 +111,13 @@ def drip(start: bytes, byte: bytes, released: threading.Event) -> Answer:
             return
 
     return answer
+
+
+def hang(released: threading.Event) -> Answer:
+    """Nothing at all."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        released.wait()
+        handler.close_connection = True
+
+    return answer
