@@ -1,0 +1,1 @@
+"""The KV layers of each family of architectures."""

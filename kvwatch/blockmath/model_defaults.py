@@ -1,0 +1,700 @@
+"""Defaults of the configuration classes, by model type. Written by tools/model_defaults.py.
+
+One line per model type: ``@path=type`` is where the language model sits, ``alias>field`` another name of
+a field, ``field=value`` a default in JSON, as the class states it before its own rules fill it in.
+"""
+
+# ruff: noqa: E501
+
+TABLE = r"""
+EvollaModel add_cross_attention=false hidden_size=4096 intermediate_size=14336 max_position_embeddings=8192 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 tie_word_embeddings=false vocab_size=128256
+RefinedWeb num_attention_heads>n_head num_hidden_layers>n_layer num_kv_heads>n_head_kv hidden_size=64 multi_query=true n_head=8 n_head_kv=null n_layer=2 new_decoder_architecture=false vocab_size=250880
+RefinedWebModel num_attention_heads>n_head num_hidden_layers>n_layer num_kv_heads>n_head_kv hidden_size=64 multi_query=true n_head=8 n_head_kv=null n_layer=2 new_decoder_architecture=false vocab_size=250880
+afmoe global_attn_every_n_layers=4 head_dim=128 hidden_size=2048 intermediate_size=6144 layer_types=null max_position_embeddings=16384 moe_intermediate_size=1408 num_attention_heads=16 num_experts=64 num_hidden_layers=32 num_key_value_heads=null sliding_window=1024 tie_word_embeddings=false vocab_size=200192
+aimv2 @text_config=aimv2_text_model
+aimv2_text_model hidden_size=768 intermediate_size=2048 max_position_embeddings=77 num_attention_heads=6 num_hidden_layers=12 vocab_size=49408
+aimv2_vision_model hidden_size=1024 intermediate_size=2816 num_attention_heads=8 num_hidden_layers=24
+albert hidden_size=4096 intermediate_size=16384 max_position_embeddings=512 num_attention_heads=64 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30000
+align @text_config=align_text_model
+align_text_model hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+altclip @text_config=altclip_text_model
+altclip_text_model hidden_size=1024 intermediate_size=4096 max_position_embeddings=514 num_attention_heads=16 num_hidden_layers=24 vocab_size=250002
+altclip_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+apertus hidden_size=4096 intermediate_size=14336 max_position_embeddings=65536 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=131072
+arcee head_dim=null hidden_size=2560 intermediate_size=18432 max_position_embeddings=4096 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=32000
+aria @text_config=aria_text tie_word_embeddings=false
+aria_text head_dim=null hidden_size=4096 intermediate_size=4096 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=32000
+audio-spectrogram-transformer hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+audioflamingo3 @text_config=qwen2
+audioflamingo3_encoder d_model>hidden_size encoder_attention_heads>num_attention_heads encoder_ffn_dim>intermediate_size encoder_layers>num_hidden_layers hidden_size=1280 intermediate_size=5120 max_source_positions=1500 num_attention_heads=20 num_hidden_layers=32
+autoformer hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=64 decoder_attention_heads=2 decoder_layers=2 encoder_layers=2
+axk1 num_local_experts>n_routed_experts hidden_size=7168 intermediate_size=18432 kv_lora_rank=512 max_position_embeddings=32768 moe_intermediate_size=2048 n_routed_experts=192 num_attention_heads=64 num_hidden_layers=61 num_key_value_heads=64 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=128 vocab_size=163840
+axk2 num_local_experts>n_routed_experts head_dim=64 hidden_size=2048 index_head_dim=128 index_n_heads=16 index_topk=2048 intermediate_size=5120 kv_lora_rank=128 layer_types=null max_position_embeddings=131072 moe_intermediate_size=512 n_routed_experts=128 num_attention_heads=32 num_hidden_layers=48 num_key_value_heads=32 q_lora_rank=384 qk_nope_head_dim=64 qk_rope_head_dim=32 tie_word_embeddings=false v_head_dim=64 vocab_size=163840
+aya_vision @text_config=cohere2 tie_word_embeddings=true
+bailing_hybrid head_dim=128 hidden_size=2048 intermediate_size=5120 kv_lora_rank=512 layer_group_size=5 layer_types=null layers_block_type=null max_position_embeddings=32768 max_window_layers=20 moe_intermediate_size=512 num_attention_heads=16 num_experts=256 num_hidden_layers=20 num_key_value_heads=4 num_nextn_predict_layers=0 q_lora_rank=null qk_nope_head_dim=128 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=128 vocab_size=157184
+bailing_moe_v3_vl @text_config=bailing_hybrid tie_word_embeddings=false
+bamba layer_types>layers_block_type hidden_size=4096 intermediate_size=14336 mamba_chunk_size=256 mamba_conv_bias=true mamba_d_conv=4 mamba_d_head="auto" mamba_d_state=256 mamba_expand=2 mamba_n_groups=1 mamba_n_heads=128 mamba_proj_bias=false max_position_embeddings=262144 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 tie_word_embeddings=false vocab_size=128000
+bart hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 encoder_layers=12 max_position_embeddings=1024 tie_word_embeddings=true vocab_size=50265
+beit hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=8192
+bert add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+bert-generation add_cross_attention=false hidden_size=1024 intermediate_size=4096 max_position_embeddings=512 num_attention_heads=16 num_hidden_layers=24 tie_word_embeddings=true vocab_size=50358
+big_bird add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=4096 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=50358
+bigbird_pegasus hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=16 encoder_layers=16 max_position_embeddings=4096 tie_word_embeddings=true vocab_size=96103
+biogpt hidden_size=1024 intermediate_size=4096 max_position_embeddings=1024 num_attention_heads=16 num_hidden_layers=24 tie_word_embeddings=true vocab_size=42384
+bitnet hidden_size=2560 intermediate_size=6912 max_position_embeddings=2048 num_attention_heads=20 num_hidden_layers=30 num_key_value_heads=5 tie_word_embeddings=false vocab_size=128256
+blenderbot hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=2560 decoder_attention_heads=32 decoder_layers=24 encoder_layers=2 max_position_embeddings=128 tie_word_embeddings=true vocab_size=8008
+blenderbot-small hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=512 decoder_attention_heads=16 decoder_layers=8 encoder_layers=8 max_position_embeddings=512 tie_word_embeddings=true vocab_size=50265
+blip @text_config=blip_text_model tie_word_embeddings=true
+blip-2 @text_config=opt
+blip_2_qformer hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+blip_2_vision_model hidden_size=1408 intermediate_size=6144 num_attention_heads=16 num_hidden_layers=39
+blip_text_model hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=8 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30524
+blip_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+bloom num_attention_heads>n_head num_hidden_layers>n_layer hidden_size=64 n_head=8 n_layer=2 tie_word_embeddings=true vocab_size=250880
+blt max_position_embeddings=4096 tie_word_embeddings=false vocab_size=260
+blt_global_transformer hidden_size=2048 intermediate_size=5632 max_position_embeddings=4096 num_attention_heads=16 num_hidden_layers=25 num_key_value_heads=null tie_word_embeddings=false
+blt_local_decoder hidden_size=1024 intermediate_size=2816 max_position_embeddings=24576 num_attention_heads=16 num_hidden_layers=9 num_key_value_heads=null tie_word_embeddings=false vocab_size=260
+blt_local_encoder hidden_size=1024 intermediate_size=null max_position_embeddings=24576 num_attention_heads=16 num_hidden_layers=1 num_key_value_heads=null vocab_size=260
+blt_patcher hidden_size=768 intermediate_size=2048 max_position_embeddings=8192 num_attention_heads=12 num_hidden_layers=14 num_key_value_heads=null tie_word_embeddings=false vocab_size=260
+bridgetower @text_config=bridgetower_text_model hidden_size=768 num_attention_heads=12 num_hidden_layers=6 tie_word_embeddings=false
+bridgetower_text_model add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=514 num_attention_heads=12 num_hidden_layers=12 vocab_size=50265
+bridgetower_vision_model hidden_size=768 num_hidden_layers=12
+bros add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+camembert add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+canary @decoder_config=canary_decoder tie_word_embeddings=true vocab_size=16384
+canary_decoder head_dim=128 hidden_size=1024 intermediate_size=4096 max_position_embeddings=1024 num_attention_heads=8 num_hidden_layers=8 num_key_value_heads=8 vocab_size=16384
+canine hidden_size=768 intermediate_size=3072 max_position_embeddings=16384 num_attention_heads=12 num_hidden_layers=12
+chameleon hidden_size=4096 intermediate_size=11008 max_position_embeddings=4096 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 tie_word_embeddings=false vocab_size=65536
+chatglm n_head_kv>multi_query_group_num num_hidden_layers>num_layers ffn_hidden_size=13696 hidden_size=4096 kv_channels=128 multi_query_attention=false multi_query_group_num=1 num_attention_heads=32 num_layers=28 seq_length=2048
+chinese_clip @text_config=chinese_clip_text_model
+chinese_clip_text_model hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+chinese_clip_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+clap @text_config=clap_text_model
+clap_audio_model hidden_size=768 num_hidden_layers=4
+clap_text_model hidden_size=768 intermediate_size=3072 max_position_embeddings=514 num_attention_heads=12 num_hidden_layers=12 vocab_size=50265
+clip @text_config=clip_text_model
+clip_text_model hidden_size=512 intermediate_size=2048 max_position_embeddings=77 num_attention_heads=8 num_hidden_layers=12 vocab_size=49408
+clip_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+clipseg @text_config=clipseg_text_model
+clipseg_text_model hidden_size=512 intermediate_size=2048 max_position_embeddings=77 num_attention_heads=8 num_hidden_layers=12 vocab_size=49408
+clipseg_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+clvp @text_config=clvp_encoder
+clvp_decoder add_cross_attention=false hidden_size=1024 max_position_embeddings=608 num_attention_heads=16 num_hidden_layers=30 vocab_size=8194
+clvp_encoder hidden_size=768 intermediate_size=1536 num_attention_heads=12 num_hidden_layers=20 vocab_size=256
+coarse_acoustics num_attention_heads>num_heads num_hidden_layers>num_layers vocab_size>input_vocab_size hidden_size=768 num_layers=12
+codegen hidden_size>n_embd max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer n_ctx=2048 n_embd=4096 n_head=16 n_layer=28 n_positions=2048 tie_word_embeddings=false vocab_size=50400
+cohere hidden_size=8192 intermediate_size=22528 max_position_embeddings=8192 num_attention_heads=64 num_hidden_layers=40 num_key_value_heads=null tie_word_embeddings=true vocab_size=256000
+cohere2 hidden_size=8192 intermediate_size=22528 layer_types=null max_position_embeddings=8192 num_attention_heads=64 num_hidden_layers=40 num_key_value_heads=null sliding_window=4096 tie_word_embeddings=true vocab_size=256000
+cohere2_moe head_dim=128 hidden_size=8192 intermediate_size=22528 layer_types=null max_position_embeddings=8192 num_attention_heads=64 num_experts=8 num_hidden_layers=40 num_key_value_heads=null sliding_window=4096 sliding_window_pattern=4 tie_word_embeddings=true vocab_size=256000
+cohere2_vision @text_config=cohere2 tie_word_embeddings=true
+cohere_asr head_dim=null hidden_size=1024 intermediate_size=4096 max_position_embeddings=1024 num_attention_heads=8 num_hidden_layers=8 num_key_value_heads=null tie_word_embeddings=false vocab_size=16384
+cohere_compass @text_config=cohere_compass_text tie_word_embeddings=false
+cohere_compass_text hidden_size=8192 intermediate_size=22528 layer_types=null max_position_embeddings=8192 num_attention_heads=64 num_hidden_layers=40 num_key_value_heads=null sliding_window=4096 tie_word_embeddings=true vocab_size=256000
+cohere_compass_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+colmodernvbert @vlm_config.text_config=modernbert
+colpali @text_config=gemma hidden_size=2048 tie_word_embeddings=true vocab_size=257152
+colqwen2 @vlm_config.text_config=qwen2_vl_text
+colqwen3 @text_config=qwen3_vl_text tie_word_embeddings=false
+conditional_detr hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=6
+convbert add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+cosmos3_edge @text_config=cosmos3_edge_text tie_word_embeddings=false
+cosmos3_edge_text head_dim=128 hidden_size=2048 intermediate_size=9216 max_position_embeddings=131072 num_attention_heads=16 num_hidden_layers=28 num_key_value_heads=8 tie_word_embeddings=false vocab_size=131072
+cosmos3_edge_vision hidden_size=1152 intermediate_size=4304 num_attention_heads=16 num_hidden_layers=27
+cosmos3_omni @text_config=qwen3_vl_text tie_word_embeddings=false
+cpmant hidden_size=4096 num_attention_heads=32 num_hidden_layers=48 tie_word_embeddings=true vocab_size=30720
+csm codebook_size>vocab_size head_dim=null hidden_size=2048 intermediate_size=8192 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=16 num_key_value_heads=8 vocab_size=2051
+csm_depth_decoder_model codebook_size>vocab_size head_dim=null hidden_size=1024 intermediate_size=8192 max_position_embeddings=33 num_attention_heads=8 num_hidden_layers=4 num_key_value_heads=2 vocab_size=2051
+ctrl hidden_size>n_embd max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer n_embd=1280 n_head=16 n_layer=48 n_positions=256 tie_word_embeddings=true vocab_size=246534
+cwm head_dim=128 hidden_size=6144 intermediate_size=21504 layer_types=null max_position_embeddings=131072 num_attention_heads=48 num_hidden_layers=64 num_key_value_heads=8 sliding_window=8192 tie_word_embeddings=false vocab_size=128256
+d_fine hidden_size>d_model num_attention_heads>encoder_attention_heads d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=1 tie_word_embeddings=true
+dab-detr num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers decoder_attention_heads=8 decoder_layers=6 encoder_layers=6 hidden_size=256 tie_word_embeddings=true
+data2vec-audio hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
+data2vec-text add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+data2vec-vision hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+dbrx hidden_size>d_model max_position_embeddings>max_seq_len num_attention_heads>n_heads num_hidden_layers>n_layers d_model=2048 max_seq_len=2048 n_heads=16 n_layers=24 tie_word_embeddings=false vocab_size=32000
+deberta hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=50265
+deberta-v2 hidden_size=1536 intermediate_size=6144 max_position_embeddings=512 num_attention_heads=24 num_hidden_layers=24 tie_word_embeddings=true vocab_size=128100
+decision_transformer max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer add_cross_attention=false hidden_size=128 n_head=1 n_layer=3 n_positions=1024 vocab_size=1
+deepseek_ocr2 @text_config=deepseek_ocr2_text tie_word_embeddings=false
+deepseek_ocr2_encoder hidden_size=4096 intermediate_size=22016 layer_types=null max_position_embeddings=32768 max_window_layers=28 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 sliding_window=4096 tie_word_embeddings=false use_sliding_window=false vocab_size=151936
+deepseek_ocr2_sam_vision_model hidden_size=768 num_attention_heads=12 num_hidden_layers=12
+deepseek_ocr2_text num_experts>n_routed_experts head_dim=null hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 moe_intermediate_size=1407 n_routed_experts=64 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=102400
+deepseek_v2 num_experts>n_routed_experts head_dim=null hidden_size=4096 intermediate_size=11008 kv_lora_rank=512 max_position_embeddings=2048 moe_intermediate_size=1407 n_routed_experts=64 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=128 vocab_size=102400
+deepseek_v3 num_local_experts>n_routed_experts num_mtp_layers>num_nextn_predict_layers hidden_size=7168 intermediate_size=18432 kv_lora_rank=512 max_position_embeddings=4096 moe_intermediate_size=2048 n_routed_experts=256 num_attention_heads=128 num_hidden_layers=61 num_key_value_heads=128 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=128 vocab_size=129280
+deepseek_v32 num_local_experts>n_routed_experts num_mtp_layers>num_nextn_predict_layers hidden_size=7168 intermediate_size=18432 kv_lora_rank=512 max_position_embeddings=4096 moe_intermediate_size=2048 n_routed_experts=256 num_attention_heads=128 num_hidden_layers=61 num_key_value_heads=128 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=128 vocab_size=129280
+deepseek_v4 max_position_embeddings=1048576
+deepseek_vl @text_config=llama tie_word_embeddings=true
+deepseek_vl_hybrid @text_config=llama tie_word_embeddings=true
+deepseek_vl_v2 @text_config=deepseek_v2
+deformable_detr hidden_size>d_model num_attention_heads>encoder_attention_heads d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=6 max_position_embeddings=1024 tie_word_embeddings=true
+deimv2 hidden_size>d_model num_attention_heads>encoder_attention_heads d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=1 tie_word_embeddings=true
+deit hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+detr hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=6
+dia @decoder_config=dia_decoder
+dia_decoder head_dim=128 hidden_size=2048 intermediate_size=8192 max_position_embeddings=3072 num_attention_heads=16 num_hidden_layers=18 num_key_value_heads=4 vocab_size=1028
+dia_encoder head_dim=128 hidden_size=1024 intermediate_size=4096 max_position_embeddings=1024 num_attention_heads=16 num_hidden_layers=12 num_key_value_heads=16 vocab_size=256
+diffllama head_dim=null hidden_size=2048 intermediate_size=8192 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=16 num_key_value_heads=null tie_word_embeddings=false vocab_size=32000
+diffusion_gemma @text_config=diffusion_gemma_text tie_word_embeddings=true
+diffusion_gemma_text head_dim=256 hidden_size=2304 intermediate_size=9216 layer_types=null max_position_embeddings=131072 moe_intermediate_size=null num_attention_heads=8 num_experts=null num_hidden_layers=30 num_key_value_heads=4 sliding_window=512 tie_word_embeddings=true vocab_size=262144
+dinat num_attention_heads>num_heads num_hidden_layers>num_layers
+dinov2 hidden_size=768 num_attention_heads=12 num_hidden_layers=12
+dinov2_with_registers hidden_size=768 num_attention_heads=12 num_hidden_layers=12
+dinov3_vit hidden_size=384 intermediate_size=1536 num_attention_heads=6 num_hidden_layers=12
+distilbert hidden_size>dim num_attention_heads>n_heads num_hidden_layers>n_layers activation="gelu" max_position_embeddings=512 n_heads=12 n_layers=6 tie_word_embeddings=true vocab_size=30522
+doge hidden_size=1024 intermediate_size=2048 max_position_embeddings=2048 num_attention_heads=8 num_experts=16384 num_hidden_layers=32 num_key_value_heads=null sliding_window=null tie_word_embeddings=false vocab_size=32768
+donut-swin num_attention_heads>num_heads num_hidden_layers>num_layers
+dots1 num_local_experts>n_routed_experts hidden_size=4608 intermediate_size=10944 layer_types=null max_position_embeddings=2048 max_window_layers=62 moe_intermediate_size=1408 n_routed_experts=null num_attention_heads=32 num_hidden_layers=62 num_key_value_heads=32 sliding_window=4096 tie_word_embeddings=false vocab_size=152064
+dots3_note num_local_experts>n_routed_experts num_mtp_layers>num_nextn_predict_layers hidden_size=7168 intermediate_size=18432 kv_lora_rank=512 max_position_embeddings=4096 moe_intermediate_size=2048 n_routed_experts=256 num_attention_heads=128 num_hidden_layers=61 num_key_value_heads=128 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=128 vocab_size=129280
+dpr add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+dpt hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+efficientloftr hidden_size=256 num_attention_heads=8
+electra add_cross_attention=false hidden_size=256 intermediate_size=1024 max_position_embeddings=512 num_attention_heads=4 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+embedding_gemma2 @text_config=embedding_gemma2_text
+embedding_gemma2_text head_dim=256 hidden_size=512 intermediate_size=2048 layer_types=null max_position_embeddings=262144 num_attention_heads=4 num_hidden_layers=24 num_key_value_heads=2 sliding_window=512 vocab_size=262144
+emu3 @text_config=emu3_text_model tie_word_embeddings=false
+emu3_text_model hidden_size=4096 intermediate_size=14336 max_position_embeddings=9216 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 tie_word_embeddings=false vocab_size=184622
+emu3_vqgan hidden_size=1024 num_attention_heads=1
+encodec hidden_size=128
+eomt hidden_size=1024 num_attention_heads=16 num_hidden_layers=24
+eomt_dinov3 hidden_size=1024 intermediate_size=4096 num_attention_heads=16 num_hidden_layers=24
+ernie add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+ernie4_5 head_dim=128 hidden_size=1024 intermediate_size=3072 max_position_embeddings=131072 num_attention_heads=16 num_hidden_layers=18 num_key_value_heads=2 tie_word_embeddings=true vocab_size=103424
+ernie4_5_moe num_experts>moe_num_experts hidden_size=2560 intermediate_size=12288 max_position_embeddings=131072 moe_intermediate_size=1536 num_attention_heads=20 num_hidden_layers=28 num_key_value_heads=4 tie_word_embeddings=true vocab_size=103424
+ernie4_5_vl_moe @text_config=ernie4_5_vl_moe_text tie_word_embeddings=true
+ernie4_5_vl_moe_text num_experts>moe_num_experts hidden_size=2560 intermediate_size=12288 max_position_embeddings=131072 moe_intermediate_size=null num_attention_heads=20 num_hidden_layers=28 num_key_value_heads=4 tie_word_embeddings=true vocab_size=103424
+ernie4_5_vl_moe_vision num_attention_heads>num_heads depth=32 hidden_size=1280 intermediate_size=5120
+esm add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=1026 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=null
+esmc head_dim=null hidden_size=2560 intermediate_size=6912 max_position_embeddings=2048 num_attention_heads=40 num_hidden_layers=80 num_key_value_heads=null tie_word_embeddings=false vocab_size=64
+esmfold2 chunk_size=64 hidden_size=384 sliding_window=128
+eurobert head_dim=null hidden_size=768 intermediate_size=3072 max_position_embeddings=8192 num_attention_heads=12 num_hidden_layers=12 num_key_value_heads=null tie_word_embeddings=false vocab_size=128256
+evolla add_cross_attention=false hidden_size=4096 intermediate_size=14336 max_position_embeddings=8192 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 tie_word_embeddings=false vocab_size=128256
+exaone4 hidden_size=4096 intermediate_size=16384 layer_types=null max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 sliding_window=4096 sliding_window_pattern=4 tie_word_embeddings=false vocab_size=102400
+exaone4_5 @text_config=exaone4 tie_word_embeddings=false
+exaone4_5_vision num_attention_heads>num_heads depth=32 hidden_size=3584 intermediate_size=3420 num_key_value_heads=8
+exaone_moe hidden_size=4096 intermediate_size=16384 layer_types=null max_position_embeddings=2048 moe_intermediate_size=1024 num_attention_heads=32 num_experts=64 num_hidden_layers=32 num_key_value_heads=32 sliding_window=4096 sliding_window_pattern=4 tie_word_embeddings=false vocab_size=102400
+falcon activation="gelu" ffn_hidden_size=null hidden_size=4544 max_position_embeddings=2048 multi_query=true new_decoder_architecture=false num_attention_heads=71 num_hidden_layers=32 num_kv_heads=null tie_word_embeddings=true vocab_size=65024
+falcon_h1 layer_types>layers_block_type hidden_size=4096 intermediate_size=14336 mamba_chunk_size=256 mamba_conv_bias=true mamba_d_conv=4 mamba_d_head="auto" mamba_d_ssm=1024 mamba_d_state=256 mamba_expand=2 mamba_n_groups=1 mamba_n_heads=128 mamba_norm_before_gate=true mamba_proj_bias=false mamba_rms_norm=false max_position_embeddings=8192 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 ssm_in_multiplier=1.0 ssm_multipliers=null ssm_out_multiplier=1.0 tie_word_embeddings=false vocab_size=128000
+falcon_mamba conv_kernel=4 expand=2 hidden_size=768 num_hidden_layers=32 state_size=16 tie_word_embeddings=true time_step_rank="auto" use_conv_bias=true use_mambapy=false vocab_size=50280
+fast_vlm @text_config=qwen2 tie_word_embeddings=false
+fastspeech2_conformer num_attention_heads>encoder_num_attention_heads num_hidden_layers>encoder_layers decoder_layers=4 encoder_layers=4 hidden_size=384 max_source_positions=5000 vocab_size=78
+fine_acoustics num_attention_heads>num_heads num_hidden_layers>num_layers vocab_size>input_vocab_size hidden_size=768 num_layers=12 tie_word_embeddings=true
+flaubert hidden_size>emb_dim n_words>vocab_size num_attention_heads>n_heads num_hidden_layers>n_layers max_position_embeddings=512 n_heads=16 n_layers=12 tie_word_embeddings=true vocab_size=30145
+flava @text_config=flava_text_model hidden_size=768 tie_word_embeddings=true
+flava_image_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=8192
+flava_multimodal_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=6
+flava_text_model hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+flex_olmo num_local_experts>num_experts hidden_size=4096 intermediate_size=11008 max_position_embeddings=4096 num_attention_heads=32 num_experts=7 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=100352
+florence2 @text_config=bart tie_word_embeddings=true
+florence_vision max_position_embeddings=50
+fnet hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_hidden_layers=12 tie_word_embeddings=true vocab_size=32000
+fsmt hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers vocab_size>tgt_vocab_size d_model=1024 decoder_attention_heads=16 decoder_layers=12 encoder_layers=12 max_position_embeddings=1024 tie_word_embeddings=false
+fun_asr_nano @text_config=qwen3 tie_word_embeddings=true
+fun_asr_nano_encoder hidden_size=512 intermediate_size=2048 max_position_embeddings=2049 num_attention_heads=4 num_hidden_layers=70
+funaudiochat @text_config=qwen2 hidden_size=null
+funnel hidden_size>d_model num_attention_heads>n_head d_model=768 n_head=12 tie_word_embeddings=true vocab_size=30522
+fuyu @text_config=persimmon hidden_size=4096 intermediate_size=16384 max_position_embeddings=16384 num_attention_heads=64 num_hidden_layers=36 tie_word_embeddings=false vocab_size=262144
+gemma head_dim=256 hidden_size=3072 intermediate_size=24576 max_position_embeddings=8192 num_attention_heads=16 num_hidden_layers=28 num_key_value_heads=16 tie_word_embeddings=true vocab_size=256000
+gemma2 head_dim=256 hidden_size=2304 intermediate_size=9216 layer_types=null max_position_embeddings=8192 num_attention_heads=8 num_hidden_layers=26 num_key_value_heads=4 sliding_window=4096 tie_word_embeddings=true vocab_size=256000
+gemma3 @text_config=gemma3_text tie_word_embeddings=true
+gemma3_text head_dim=256 hidden_size=2304 intermediate_size=9216 layer_types=null max_position_embeddings=131072 num_attention_heads=8 num_hidden_layers=26 num_key_value_heads=4 sliding_window=4096 tie_word_embeddings=true vocab_size=262208
+gemma3n @text_config=gemma3n_text tie_word_embeddings=true
+gemma3n_audio hidden_size=1536 vocab_size=128
+gemma3n_text head_dim=256 hidden_size=2048 intermediate_size=16384 layer_types=null max_position_embeddings=32768 num_attention_heads=8 num_hidden_layers=35 num_key_value_heads=2 num_kv_shared_layers=15 sliding_window=512 tie_word_embeddings=true vocab_size=262400
+gemma3n_vision hidden_size=2048 vocab_size=128
+gemma4 @text_config=gemma4_text tie_word_embeddings=true
+gemma4_assistant tie_word_embeddings=true
+gemma4_audio attention_chunk_size=12 hidden_size=1024 num_attention_heads=8 num_hidden_layers=12
+gemma4_text attention_k_eq_v=false head_dim=256 hidden_size=2304 intermediate_size=9216 layer_types=null max_position_embeddings=131072 moe_intermediate_size=null num_attention_heads=8 num_experts=null num_hidden_layers=30 num_key_value_heads=4 num_kv_shared_layers=0 sliding_window=512 tie_word_embeddings=true vocab_size=262144
+gemma4_unified @text_config=gemma4_unified_text tie_word_embeddings=true
+gemma4_unified_assistant tie_word_embeddings=true
+gemma4_unified_text attention_k_eq_v=false head_dim=256 hidden_size=2304 intermediate_size=9216 layer_types=null max_position_embeddings=262144 num_attention_heads=8 num_hidden_layers=30 num_key_value_heads=4 num_kv_shared_layers=0 sliding_window=1024 tie_word_embeddings=true vocab_size=262144
+gemma4_vision head_dim=64 hidden_size=768 intermediate_size=3072 max_position_embeddings=131072 num_attention_heads=12 num_hidden_layers=16 num_key_value_heads=12
+git hidden_size=768 intermediate_size=3072 max_position_embeddings=1024 num_attention_heads=12 num_hidden_layers=6 tie_word_embeddings=false vocab_size=30522
+git_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+glm head_dim=128 hidden_size=4096 intermediate_size=13696 max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=40 num_key_value_heads=2 tie_word_embeddings=false vocab_size=151552
+glm4 head_dim=128 hidden_size=4096 intermediate_size=13696 max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=40 num_key_value_heads=2 tie_word_embeddings=false vocab_size=151552
+glm46v @text_config=glm4v_text tie_word_embeddings=false
+glm4_moe num_local_experts>n_routed_experts num_mtp_layers>num_nextn_predict_layers hidden_size=4096 intermediate_size=10944 max_position_embeddings=131072 moe_intermediate_size=1408 n_routed_experts=128 num_attention_heads=96 num_hidden_layers=46 num_key_value_heads=8 tie_word_embeddings=false vocab_size=151552
+glm4_moe_lite head_dim>qk_rope_head_dim num_local_experts>n_routed_experts hidden_size=2048 intermediate_size=10240 kv_lora_rank=512 max_position_embeddings=202752 moe_intermediate_size=1536 n_routed_experts=64 num_attention_heads=20 num_hidden_layers=47 num_key_value_heads=20 q_lora_rank=768 qk_nope_head_dim=192 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=256 vocab_size=154880
+glm4v @text_config=glm4v_text tie_word_embeddings=false
+glm4v_moe @text_config=glm4v_moe_text tie_word_embeddings=false
+glm4v_moe_text num_local_experts>n_routed_experts hidden_size=4096 intermediate_size=10944 max_position_embeddings=65536 moe_intermediate_size=1408 n_routed_experts=128 num_attention_heads=96 num_hidden_layers=46 num_key_value_heads=8 tie_word_embeddings=false vocab_size=151424
+glm4v_moe_vision num_attention_heads>num_heads depth=24 hidden_size=1536 intermediate_size=13696
+glm4v_text hidden_size=4096 intermediate_size=13696 max_position_embeddings=32768 num_attention_heads=32 num_hidden_layers=40 num_key_value_heads=2 vocab_size=151552
+glm4v_vision num_attention_heads>num_heads depth=24 hidden_size=1536 intermediate_size=13696
+glm5_next @text_config=glm5_next_text tie_word_embeddings=false
+glm5_next_text num_local_experts>n_routed_experts head_dim=0 hidden_size=4096 index_head_dim=128 index_kpool=16 index_kpool_always_select_tail=true index_n_heads=32 index_topk=2048 intermediate_size=12288 kv_lora_rank=512 layer_types=null linear_conv_kernel_dim=4 linear_head_dim=128 linear_lower_bound=-5.0 linear_num_heads=64 max_position_embeddings=1048576 moe_intermediate_size=2048 n_routed_experts=288 num_attention_heads=64 num_hidden_layers=45 num_key_value_heads=64 q_lora_rank=1536 qk_nope_head_dim=256 qk_rope_head_dim=0 tie_word_embeddings=false v_head_dim=256 vocab_size=154880
+glm5_next_vision num_attention_heads>num_heads depth=24 hidden_size=1024 intermediate_size=4096
+glm_image @text_config=glm_image_text tie_word_embeddings=false
+glm_image_text hidden_size=4096 intermediate_size=13696 max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=40 num_key_value_heads=2 vocab_size=168064
+glm_image_vision num_attention_heads>num_heads depth=40 hidden_size=1536 intermediate_size=6144
+glm_moe_dsa num_local_experts>n_routed_experts head_dim=64 hidden_size=6144 index_head_dim=128 index_n_heads=32 index_topk=2048 intermediate_size=12288 kv_lora_rank=512 layer_types=null max_position_embeddings=202752 moe_intermediate_size=2048 n_routed_experts=256 num_attention_heads=64 num_hidden_layers=78 num_key_value_heads=64 q_lora_rank=2048 qk_nope_head_dim=192 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=256 vocab_size=154880
+glm_ocr @text_config=glm_ocr_text tie_word_embeddings=false
+glm_ocr_text hidden_size=1024 intermediate_size=4096 max_position_embeddings=131072 num_attention_heads=16 num_hidden_layers=16 num_key_value_heads=8 vocab_size=59392
+glm_ocr_vision num_attention_heads>num_heads depth=24 hidden_size=1024 intermediate_size=4096
+glmasr @text_config=llama tie_word_embeddings=true
+glmasr_encoder hidden_size=1280 intermediate_size=5120 max_position_embeddings=1500 num_attention_heads=20 num_hidden_layers=32 num_key_value_heads=null
+glmga @text_config=glm4v_text tie_word_embeddings=false
+got_ocr2 @text_config=qwen2 tie_word_embeddings=true
+gpt-sw3 hidden_size>n_embd max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer add_cross_attention=false n_embd=768 n_head=12 n_layer=12 n_positions=1024 tie_word_embeddings=true vocab_size=50257
+gpt2 hidden_size>n_embd max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer add_cross_attention=false n_embd=768 n_head=12 n_layer=12 n_positions=1024 tie_word_embeddings=true vocab_size=50257
+gpt_bigcode hidden_size>n_embd max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer add_cross_attention=false multi_query=true n_embd=768 n_head=12 n_layer=12 n_positions=1024 tie_word_embeddings=true vocab_size=50257
+gpt_neo num_attention_heads>num_heads num_hidden_layers>num_layers hidden_size=2048 intermediate_size=null max_position_embeddings=2048 num_layers=24 tie_word_embeddings=true vocab_size=50257
+gpt_neox hidden_size=6144 intermediate_size=24576 max_position_embeddings=2048 num_attention_heads=64 num_hidden_layers=44 tie_word_embeddings=false vocab_size=50432
+gpt_neox_japanese hidden_size=2560 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 tie_word_embeddings=true vocab_size=32000
+gpt_oss num_experts>num_local_experts head_dim=64 hidden_size=2880 intermediate_size=2880 layer_types=null max_position_embeddings=131072 num_attention_heads=64 num_hidden_layers=36 num_key_value_heads=8 num_local_experts=128 sliding_window=128 tie_word_embeddings=false vocab_size=201088
+gptj hidden_size>n_embd max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer n_embd=4096 n_head=16 n_layer=28 n_positions=2048 tie_word_embeddings=false vocab_size=50400
+granite hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=32000
+granite4_vision @text_config=llama tie_word_embeddings=false
+granite4_vision_text hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=32000
+granite_speech @text_config=granite tie_word_embeddings=true
+granite_speech5_ctc tie_word_embeddings=true vocab_size=16384
+granite_speech5_encoder head_dim=null hidden_size=1024 intermediate_size=4096 max_position_embeddings=512 num_attention_heads=8 num_hidden_layers=16 num_key_value_heads=null vocab_size=16384
+granite_speech_encoder hidden_size>hidden_dim num_attention_heads>num_heads num_hidden_layers>num_layers num_layers=10
+granite_speech_plus @text_config=granite tie_word_embeddings=true
+granite_speech_plus_encoder hidden_size>hidden_dim num_attention_heads>num_heads num_hidden_layers>num_layers num_layers=10
+granite_swa hidden_size=2560 intermediate_size=8192 layer_types=null max_position_embeddings=8192 num_attention_heads=20 num_hidden_layers=24 num_key_value_heads=4 sliding_window=128 tie_word_embeddings=true vocab_size=100352
+granitemoe hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null num_local_experts=8 tie_word_embeddings=false vocab_size=32000
+granitemoe_swa hidden_size=4096 intermediate_size=11008 layer_types=null max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null num_local_experts=8 sliding_window=128 tie_word_embeddings=false vocab_size=32000
+granitemoehybrid layers_block_type>layer_types hidden_size=4096 intermediate_size=11008 layer_types=null mamba_chunk_size=256 mamba_conv_bias=true mamba_d_conv=4 mamba_d_head="auto" mamba_d_state=256 mamba_expand=2 mamba_n_groups=1 mamba_n_heads=128 mamba_proj_bias=false max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null num_local_experts=8 tie_word_embeddings=false vocab_size=32000
+granitemoeshared hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null num_local_experts=8 tie_word_embeddings=false vocab_size=32000
+grounding-dino @text_config=bert hidden_size>d_model num_attention_heads>encoder_attention_heads d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=6 tie_word_embeddings=true
+groupvit @text_config=groupvit_text_model
+groupvit_text_model hidden_size=256 intermediate_size=1024 max_position_embeddings=77 num_attention_heads=4 num_hidden_layers=12 vocab_size=49408
+groupvit_vision_model hidden_size=384 intermediate_size=1536 num_attention_heads=6 num_hidden_layers=12
+gte hidden_size=768 intermediate_size=3072 max_position_embeddings=8192 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=250048
+helium head_dim=128 hidden_size=2560 intermediate_size=7040 max_position_embeddings=4096 num_attention_heads=20 num_hidden_layers=24 num_key_value_heads=20 tie_word_embeddings=false vocab_size=48000
+hiera num_hidden_layers>num_layers
+higgs_audio_v2 head_dim=128 hidden_size=3072 intermediate_size=8192 max_position_embeddings=2048 num_attention_heads=24 num_hidden_layers=28 num_key_value_heads=8 tie_word_embeddings=false vocab_size=128256
+hrm_text head_dim=128 hidden_size=1536 intermediate_size=4096 max_position_embeddings=2048 num_attention_heads=12 num_hidden_layers=16 tie_word_embeddings=false vocab_size=151808
+hubert hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
+hunyuan_v1_dense head_dim=null hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=290943
+hunyuan_v1_moe num_local_experts>num_experts head_dim=null hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_experts=1 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=290943
+hunyuan_vl @text_config=hunyuan_vl_text tie_word_embeddings=true
+hunyuan_vl_text attention_head_dim>head_dim org_vocab_size>vocab_size head_dim=null hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=true vocab_size=290943
+hunyuan_vl_vision attention_heads>num_attention_heads hidden_size=1152 intermediate_size=4304 num_attention_heads=16 num_hidden_layers=27 num_key_value_heads=null
+hy_v3 num_local_experts>num_experts head_dim=128 hidden_size=4096 intermediate_size=13312 max_position_embeddings=131072 moe_intermediate_size=1536 num_attention_heads=64 num_experts=192 num_hidden_layers=80 num_key_value_heads=8 tie_word_embeddings=false vocab_size=120832
+hy_v4 num_local_experts>n_routed_experts head_dim=256 hidden_size=2816 index_head_dim=128 index_n_heads=16 index_topk=2048 intermediate_size=6912 kv_lora_rank=512 layer_types=null max_position_embeddings=262144 moe_intermediate_size=768 n_routed_experts=256 num_attention_heads=32 num_hidden_layers=34 num_key_value_heads=32 num_nextn_predict_layers=1 q_lora_rank=1536 qk_nope_head_dim=192 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=256 vocab_size=120832
+hyperclovax head_dim=null hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=32000
+hyperclovax_vision_v2 @text_config=hyperclovax tie_word_embeddings=true
+ibert hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+idefics hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 tie_word_embeddings=false vocab_size=32000
+idefics2 @text_config=mistral tie_word_embeddings=false
+idefics2_perceiver hidden_size=4096 num_key_value_heads=4
+idefics2_vision hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+idefics3 @text_config=llama tie_word_embeddings=false
+idefics3_vision hidden_size=1152 intermediate_size=3072 num_attention_heads=16 num_hidden_layers=12
+idefics_vision hidden_size>embed_dim intermediate_size=5120 num_attention_heads=16 num_hidden_layers=32
+ijepa hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+imagegpt hidden_size>n_embd max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer add_cross_attention=false n_embd=512 n_head=8 n_layer=24 n_positions=1024 tie_word_embeddings=false vocab_size=513
+informer hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=64 decoder_attention_heads=2 decoder_layers=2 encoder_layers=2
+inkling_audio hidden_size>text_hidden_size
+inkling_mm_model @text_config=inkling_model tie_word_embeddings=false
+inkling_model head_dim=null hidden_size=1536 intermediate_size=768 moe_intermediate_size=null n_routed_experts=0 num_attention_heads=12 num_hidden_layers=16 num_key_value_heads=4 num_nextn_predict_layers=0 sliding_window_size=512 swa_head_dim=null swa_num_attention_heads=null swa_num_key_value_heads=null swa_v_head_dim=null tie_word_embeddings=false v_head_dim=null vocab_size=201024
+inkling_text model_max_length>max_position_embeddings num_local_experts>n_routed_experts sliding_window>sliding_window_size head_dim=128 hidden_size=6144 intermediate_size=24576 layer_types=null max_position_embeddings=131072 moe_intermediate_size=3072 n_routed_experts=256 num_attention_heads=64 num_hidden_layers=66 num_key_value_heads=8 sliding_window_size=512 swa_head_dim=128 swa_num_attention_heads=64 swa_num_key_value_heads=16 vocab_size=201024
+inkling_vision num_hidden_layers>n_layers hidden_size=1024 num_attention_heads=16 num_hidden_layers=24
+inkling_vision_model n_layers=null
+instructblip @text_config=opt
+instructblip_qformer hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+instructblip_vision_model hidden_size=1408 intermediate_size=6144 num_attention_heads=16 num_hidden_layers=39
+instructblipvideo @text_config=opt
+instructblipvideo_qformer hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+instructblipvideo_vision_model hidden_size=1408 intermediate_size=6144 num_attention_heads=16 num_hidden_layers=39
+internvl @text_config=qwen2 tie_word_embeddings=true
+internvl_vision hidden_size=1024 intermediate_size=4096 num_attention_heads=16 num_hidden_layers=24
+isaac @text_config=qwen3 head_dim=128 hidden_size=4096 intermediate_size=22016 layer_types=null max_position_embeddings=32768 max_sequence_length=16384 max_window_layers=28 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 sliding_window=4096 tie_word_embeddings=false use_sliding_window=false vocab_size=151936
+jais2 head_dim=null hidden_size=3328 intermediate_size=26624 max_position_embeddings=8192 num_attention_heads=26 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=150272
+jamba num_local_experts>num_experts attn_layer_offset=4 attn_layer_period=8 hidden_size=4096 intermediate_size=14336 mamba_conv_bias=true mamba_d_conv=4 mamba_d_state=16 mamba_dt_rank="auto" mamba_expand=2 mamba_proj_bias=false max_position_embeddings=262144 num_attention_heads=32 num_experts=16 num_hidden_layers=32 num_key_value_heads=8 tie_word_embeddings=false use_mamba_kernels=true use_mambapy=false vocab_size=65536
+janus @text_config=llama tie_word_embeddings=true
+janus_vision_model depth=2 hidden_size=1024 num_attention_heads=16 num_hidden_layers=24
+janus_vqgan num_hidden_layers=2
+jetmoe head_dim>kv_channels hidden_size=2048 intermediate_size=5632 kv_channels=128 max_position_embeddings=4096 num_hidden_layers=12 num_key_value_heads=16 num_local_experts=8 tie_word_embeddings=true vocab_size=32000
+jina_embeddings_v3 hidden_size=1024 intermediate_size=4096 max_position_embeddings=8194 num_attention_heads=16 num_hidden_layers=24 tie_word_embeddings=true vocab_size=250002
+k3_dspark num_local_experts>n_routed_experts num_mtp_layers>num_nextn_predict_layers hidden_size=7168 intermediate_size=18432 kv_lora_rank=512 max_position_embeddings=4096 moe_intermediate_size=2048 n_routed_experts=256 num_attention_heads=128 num_hidden_layers=61 num_key_value_heads=128 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=128 vocab_size=129280
+kimi_k2 num_local_experts>n_routed_experts num_mtp_layers>num_nextn_predict_layers hidden_size=7168 intermediate_size=18432 kv_lora_rank=512 max_position_embeddings=4096 moe_intermediate_size=2048 n_routed_experts=256 num_attention_heads=128 num_hidden_layers=61 num_key_value_heads=128 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=128 vocab_size=129280
+kimi_k25 @text_config=deepseek_v3 tie_word_embeddings=true
+kimi_k25_vision hidden_size=1152 intermediate_size=4304 num_attention_heads=16 num_hidden_layers=27
+kimi_k3 @text_config=kimi_linear
+kimi_linear head_dim=null hidden_size=4096 intermediate_size=11008 kv_lora_rank=null linear_attn_config=null max_position_embeddings=4096 moe_intermediate_size=null num_attention_heads=32 num_experts=null num_hidden_layers=32 num_key_value_heads=null num_nextn_predict_layers=0 q_lora_rank=null qk_nope_head_dim=null qk_rope_head_dim=null tie_word_embeddings=false v_head_dim=null vocab_size=163840
+kimi_vl @text_config=deepseek_v2
+kosmos-2 @text_config=kosmos_2_text_model tie_word_embeddings=true
+kosmos-2.5 @text_config=kosmos_2_5_text_model tie_word_embeddings=true
+kosmos_2_5_text_model hidden_size>embed_dim num_attention_heads>attention_heads num_hidden_layers>layers max_position_embeddings=4096 tie_word_embeddings=true vocab_size=108481
+kosmos_2_5_vision_model head_dim=64 hidden_size=1536 intermediate_size=3968 num_attention_heads=24 num_hidden_layers=18
+kosmos_2_text_model hidden_size>embed_dim num_attention_heads>attention_heads num_hidden_layers>layers add_cross_attention=false max_position_embeddings=2048 tie_word_embeddings=true vocab_size=65037
+kosmos_2_vision_model hidden_size=1024 intermediate_size=4096 num_attention_heads=16 num_hidden_layers=24
+kyutai_speech_to_text head_dim=null hidden_size=2048 max_position_embeddings=750 num_attention_heads=32 num_hidden_layers=48 num_key_value_heads=null sliding_window=375 tie_word_embeddings=false vocab_size=4001
+laguna head_dim=128 hidden_size=2048 intermediate_size=8192 layer_types=null max_position_embeddings=131072 moe_intermediate_size=512 num_attention_heads=48 num_experts=256 num_hidden_layers=40 num_key_value_heads=8 sliding_window=512 tie_word_embeddings=false vocab_size=100352
+lasr_ctc vocab_size=512
+lasr_encoder hidden_size=512 intermediate_size=2048 max_position_embeddings=10000 num_attention_heads=8 num_hidden_layers=17
+layoutlm hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+layoutlmv2 hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+layoutlmv3 hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=50265
+layoutxlm hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+led hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 encoder_layers=12 tie_word_embeddings=true vocab_size=50265
+lfm2 block_auto_adjust_ff_dim=true conv_L_cache=3 full_attn_idxs=null hidden_size=2560 intermediate_size=12288 layer_types=null max_position_embeddings=128000 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 tie_word_embeddings=true vocab_size=65536
+lfm2_moe conv_L_cache=3 hidden_size=2048 intermediate_size=7168 layer_types=null max_position_embeddings=128000 moe_intermediate_size=1792 num_attention_heads=32 num_experts=32 num_hidden_layers=32 num_key_value_heads=8 tie_word_embeddings=true vocab_size=65536
+lfm2_vl @text_config=lfm2 tie_word_embeddings=true
+lightglue num_attention_heads=4 num_hidden_layers=9 num_key_value_heads=null
+lighton_ocr @text_config=qwen3 tie_word_embeddings=true
+lilt hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+llama head_dim=null hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=32000
+llama4 @text_config=llama4_text tie_word_embeddings=false
+llama4_text attention_chunk_size=8192 head_dim=128 hidden_size=5120 intermediate_size=8192 layer_types=null max_position_embeddings=131072 no_rope_layers=null num_attention_heads=40 num_hidden_layers=48 num_key_value_heads=8 num_local_experts=16 tie_word_embeddings=false vocab_size=202048
+llama4_vision_model hidden_size=768 intermediate_size=5632 num_attention_heads=16 num_hidden_layers=34
+llava @text_config=llama tie_word_embeddings=false
+llava_next @text_config=llama tie_word_embeddings=false
+llava_next_video @text_config=llama tie_word_embeddings=false
+llava_onevision @text_config=qwen2 tie_word_embeddings=false
+longcat_flash intermediate_size>ffn_hidden_size moe_intermediate_size>expert_ffn_hidden_size num_local_experts>n_routed_experts ffn_hidden_size=12288 head_dim=64 hidden_size=6144 kv_lora_rank=512 max_position_embeddings=131072 n_routed_experts=512 num_attention_heads=64 num_key_value_heads=null num_layers=28 q_lora_rank=1536 qk_head_dim=null qk_nope_head_dim=128 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=128 vocab_size=131072
+longformer hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+longt5 head_dim>d_kv hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_layers=6 tie_word_embeddings=true vocab_size=32128
+luke hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=50267
+lw_detr d_model=256 decoder_layers=3
+lw_detr_vit hidden_size=768 num_attention_heads=12 num_hidden_layers=12
+lxmert hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 tie_word_embeddings=true vocab_size=30522
+m2m_100 hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 encoder_layers=12 max_position_embeddings=1024 tie_word_embeddings=true vocab_size=128112
+mamba conv_kernel=4 expand=2 hidden_size=768 num_hidden_layers=32 state_size=16 tie_word_embeddings=true time_step_rank="auto" use_conv_bias=true use_mambapy=false vocab_size=50280
+mamba2 chunk_size=256 conv_kernel=4 expand=2 head_dim=64 hidden_size=4096 n_groups=8 num_hidden_layers=64 state_size=128 tie_word_embeddings=false time_step_rank="auto" use_conv_bias=true vocab_size=32768
+marian hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 encoder_layers=12 max_position_embeddings=1024 tie_word_embeddings=true vocab_size=58101
+markuplm hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+mask2former hidden_size>hidden_dim num_hidden_layers>decoder_layers decoder_layers=10 encoder_layers=6 num_attention_heads=8
+maskformer hidden_size>mask_feature_size
+maskformer-swin num_attention_heads>num_heads num_hidden_layers>num_layers
+mbart hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 encoder_layers=12 max_position_embeddings=1024 tie_word_embeddings=true vocab_size=50265
+medusa hidden_size=4096 num_hidden_layers=1 vocab_size=32001
+megatron-bert add_cross_attention=false hidden_size=1024 intermediate_size=4096 max_position_embeddings=512 num_attention_heads=16 num_hidden_layers=24 tie_word_embeddings=true vocab_size=29056
+mellum num_experts>num_local_experts head_dim=128 hidden_size=2304 intermediate_size=7168 layer_types=null max_position_embeddings=131072 moe_intermediate_size=896 num_attention_heads=32 num_experts=64 num_hidden_layers=28 num_key_value_heads=4 sliding_window=1024 tie_word_embeddings=false vocab_size=98304
+metaclip_2 @text_config=metaclip_2_text_model
+metaclip_2_text_model hidden_size=512 intermediate_size=2048 max_position_embeddings=77 num_attention_heads=8 num_hidden_layers=12 vocab_size=49408
+metaclip_2_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+mgp-str hidden_size=768 num_attention_heads=12 num_hidden_layers=12
+midashenglm @text_config=qwen2_5_omni_text
+mimi head_dim=null hidden_size=512 intermediate_size=2048 max_position_embeddings=8000 num_attention_heads=8 num_hidden_layers=8 num_key_value_heads=8 sliding_window=250 tie_word_embeddings=true
+mimo_v2_flash num_local_experts>n_routed_experts head_dim=192 hidden_size=4096 intermediate_size=16384 layer_types=null max_position_embeddings=131072 moe_intermediate_size=2048 n_routed_experts=256 num_attention_heads=64 num_hidden_layers=48 num_key_value_heads=4 sliding_window=128 tie_word_embeddings=false v_head_dim=128 vocab_size=152576
+minicpm3 head_dim=null hidden_size=2560 intermediate_size=6400 kv_lora_rank=256 max_position_embeddings=32768 num_attention_heads=40 num_hidden_layers=62 num_key_value_heads=40 q_lora_rank=768 qk_nope_head_dim=64 qk_rope_head_dim=32 tie_word_embeddings=true v_head_dim=null vocab_size=73448
+minicpmv4_6 @text_config=qwen3_5_text tie_word_embeddings=false
+minicpmv4_6_vision hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+minicpmv4_7 @text_config=qwen3_5_text tie_word_embeddings=false
+minicpmv4_7_vision hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+minimax num_experts>num_local_experts full_attn_alpha_factor=1 full_attn_beta_factor=1 head_dim=null hidden_size=4096 intermediate_size=14336 layer_types=null linear_attn_alpha_factor=1 linear_attn_beta_factor=1 max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 num_local_experts=8 sliding_window=null tie_word_embeddings=false vocab_size=32000
+minimax_m2 num_experts>num_local_experts head_dim=128 hidden_size=3072 intermediate_size=1536 max_position_embeddings=196608 num_attention_heads=48 num_hidden_layers=62 num_key_value_heads=8 num_local_experts=256 tie_word_embeddings=false vocab_size=200064
+minimax_m3_mtp num_hidden_layers=1
+minimax_m3_vl @text_config=minimax_m3_text
+minimax_m3_vl_text num_experts>num_local_experts head_dim=128 hidden_size=6144 index_block_size=128 index_head_dim=128 index_local_blocks=1 index_n_heads=4 index_topk_blocks=16 intermediate_size=3072 layer_types=null max_position_embeddings=524288 num_attention_heads=64 num_hidden_layers=60 num_key_value_heads=4 num_local_experts=128 tie_word_embeddings=false vocab_size=200064
+minimax_m3_vl_vision hidden_size=1280 intermediate_size=5120 num_attention_heads=16 num_hidden_layers=32
+ministral head_dim=null hidden_size=4096 intermediate_size=14336 layer_types=null max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 sliding_window=4096 tie_word_embeddings=false vocab_size=32000
+ministral3 head_dim=128 hidden_size=4096 intermediate_size=14336 max_position_embeddings=262144 num_attention_heads=32 num_hidden_layers=34 num_key_value_heads=8 sliding_window=null tie_word_embeddings=false vocab_size=131072
+mistral head_dim=null hidden_size=4096 intermediate_size=14336 max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 sliding_window=4096 tie_word_embeddings=false vocab_size=32000
+mistral3 @text_config=mistral tie_word_embeddings=true
+mistral4 num_local_experts>n_routed_experts hidden_size=4096 intermediate_size=12288 kv_lora_rank=256 max_position_embeddings=1048576 moe_intermediate_size=2048 n_routed_experts=128 num_attention_heads=32 num_hidden_layers=36 num_key_value_heads=32 q_lora_rank=1024 qk_nope_head_dim=64 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=128 vocab_size=131072
+mixtral num_experts>num_local_experts head_dim=null hidden_size=4096 intermediate_size=14336 max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 num_local_experts=8 sliding_window=null tie_word_embeddings=false vocab_size=32000
+mlcd hidden_size=1664 intermediate_size=8192 num_attention_heads=16 num_hidden_layers=48
+mlcd_vision_model hidden_size=1664 intermediate_size=8192 num_attention_heads=16 num_hidden_layers=48
+mllama @text_config=mllama_text_model
+mllama_text_model hidden_size=4096 intermediate_size=14336 max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=40 num_key_value_heads=8 tie_word_embeddings=false vocab_size=128256
+mllama_vision_model num_attention_heads>attention_heads hidden_size=1280 intermediate_size=5120 num_hidden_layers=32
+mlp_speculator hidden_size>emb_dim vocab_size=32000
+mm-grounding-dino @text_config=bert hidden_size>d_model num_attention_heads>encoder_attention_heads d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=6 tie_word_embeddings=true
+mobilebert hidden_size=512 intermediate_size=512 max_position_embeddings=512 num_attention_heads=4 num_hidden_layers=24 tie_word_embeddings=true vocab_size=30522
+mobilevit num_attention_heads=4
+modernbert hidden_size=768 intermediate_size=1152 layer_types=null local_attention=128 max_position_embeddings=8192 num_attention_heads=12 num_hidden_layers=22 tie_word_embeddings=true vocab_size=50368
+modernbert-decoder hidden_size=768 intermediate_size=1152 layer_types=null local_attention=128 max_position_embeddings=8192 num_attention_heads=12 num_hidden_layers=22 tie_word_embeddings=true vocab_size=50368
+modernvbert @text_config=modernbert
+moondream3 @text_config=moondream3_text
+moonshine num_attention_heads>decoder_num_attention_heads num_hidden_layers>decoder_num_hidden_layers num_key_value_heads>decoder_num_key_value_heads hidden_size=288 intermediate_size=1152 max_position_embeddings=512 tie_word_embeddings=true vocab_size=32768
+moonshine_streaming head_dim=null hidden_size=320 intermediate_size=1280 max_position_embeddings=4096 num_attention_heads=8 num_hidden_layers=6 tie_word_embeddings=false vocab_size=32768
+moonshine_streaming_encoder head_dim=null hidden_size=320 intermediate_size=1280 max_position_embeddings=4096 num_attention_heads=8 num_hidden_layers=6 num_key_value_heads=8
+moshi head_dim=null hidden_size=4096 max_position_embeddings=3000 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null sliding_window=3000 tie_word_embeddings=false vocab_size=32000
+moshi_depth head_dim=null hidden_size=1024 max_position_embeddings=9 num_attention_heads=16 num_hidden_layers=6 num_key_value_heads=null sliding_window=8 tie_word_embeddings=false vocab_size=32000
+moss_transcribe_diarize @text_config=qwen3 tie_word_embeddings=true
+mpnet hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30527
+mpt hidden_size>d_model num_attention_heads>n_heads num_hidden_layers>n_layers d_model=2048 max_seq_len=2048 n_heads=16 n_layers=24 tie_word_embeddings=true vocab_size=50368
+mra add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=50265
+mt5 head_dim>d_kv hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_layers=8 tie_word_embeddings=true vocab_size=250112
+muse_glimmer @text_config=muse_glimmer_text
+muse_glimmer_assistant head_dim=128 hidden_size=4096 intermediate_size=22016 layer_types=null max_position_embeddings=32768 max_window_layers=28 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 sliding_window=4096 tie_word_embeddings=false use_sliding_window=false vocab_size=151936
+muse_glimmer_text head_dim=128 hidden_size=6656 intermediate_size=19968 layer_types=null max_position_embeddings=16384 no_rope_layers=null num_attention_heads=32 num_hidden_layers=52 num_key_value_heads=2 sliding_window=2048 tie_word_embeddings=false vocab_size=202048
+muse_glimmer_vision hidden_size=1536 intermediate_size=8960 layer_types=null max_position_embeddings=1024 num_attention_heads=16 num_hidden_layers=50
+musicflamingo @text_config=qwen2
+musicgen_decoder add_cross_attention=false hidden_size=1024 max_position_embeddings=2048 num_attention_heads=16 num_hidden_layers=24 tie_word_embeddings=false vocab_size=2048
+musicgen_melody_decoder add_cross_attention=false hidden_size=1024 max_position_embeddings=2048 num_attention_heads=16 num_hidden_layers=24 tie_word_embeddings=false vocab_size=2048
+mvp hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 encoder_layers=12 max_position_embeddings=1024 tie_word_embeddings=true vocab_size=50267
+nanochat hidden_size=768 intermediate_size=8192 max_position_embeddings=2048 num_attention_heads=6 num_hidden_layers=12 num_key_value_heads=null tie_word_embeddings=false vocab_size=50304
+nemotron head_dim=null hidden_size=6144 intermediate_size=24576 max_position_embeddings=4096 num_attention_heads=48 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=256000
+nemotron3_5_asr vocab_size=13088
+nemotron3_diarization_audio hidden_size=512 intermediate_size=2048 max_position_embeddings=5000 num_attention_heads=8 num_hidden_layers=31 num_key_value_heads=null
+nemotron_asr_streaming vocab_size=1025
+nemotron_asr_streaming_encoder hidden_size=1024 intermediate_size=4096 max_position_embeddings=5000 num_attention_heads=8 num_hidden_layers=24 sliding_window=71
+nemotron_h layer_types>layers_block_type num_local_experts>n_routed_experts chunk_size=128 conv_kernel=4 expand=2 head_dim=128 hidden_size=4096 intermediate_size=21504 layers_block_type=null mamba_head_dim=64 mamba_hidden_act="silu" mamba_num_heads=128 mamba_proj_bias=false mamba_ssm_cache_dtype="float32" max_position_embeddings=4096 moe_intermediate_size=7688 n_groups=8 n_routed_experts=8 num_attention_heads=32 num_key_value_heads=8 num_nextn_predict_layers=0 sliding_window=null ssm_state_size=128 tie_word_embeddings=false use_conv_bias=true use_mamba_kernels=true vocab_size=131072
+nemotron_h_omni @text_config=nemotron_h
+neomme head_dim=64 hidden_size=1024 intermediate_size=3584 layer_types=null max_position_embeddings=16384 num_attention_heads=16 num_hidden_layers=17 num_key_value_heads=4 sliding_window=256 tie_word_embeddings=true vocab_size=131072
+neucodec head_dim=64 hidden_size=1024 intermediate_size=4096 max_position_embeddings=4096 num_attention_heads=16 num_hidden_layers=12 num_key_value_heads=16 tie_word_embeddings=false
+nllb-moe hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 encoder_layers=12 max_position_embeddings=1024 num_experts=128 tie_word_embeddings=true vocab_size=128112
+nomic_bert head_dim=null hidden_size=768 intermediate_size=3072 max_position_embeddings=2048 num_attention_heads=12 num_hidden_layers=12 vocab_size=30528
+nystromformer add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=510 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30000
+olmo hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=50304
+olmo2 hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=50304
+olmo3 hidden_size=4096 intermediate_size=11008 layer_types=null max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null sliding_window=4096 tie_word_embeddings=false vocab_size=50304
+olmo_hybrid hidden_size=3840 intermediate_size=11008 layer_types=null linear_a_log_max=16.0 linear_a_log_min=0.0 linear_allow_neg_eigval=true linear_conv_kernel_dim=4 linear_dt_init_floor=0.0001 linear_dt_max=0.1 linear_dt_min=0.001 linear_key_head_dim=null linear_num_key_heads=null linear_num_value_heads=null linear_value_head_dim=null max_position_embeddings=65536 num_attention_heads=30 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=100352
+olmoe num_local_experts>num_experts hidden_size=2048 intermediate_size=2048 max_position_embeddings=4096 num_attention_heads=16 num_experts=64 num_hidden_layers=16 num_key_value_heads=null tie_word_embeddings=false vocab_size=50304
+omdet-turbo @text_config=clip_text_model encoder_hidden_dim>d_model num_attention_heads>encoder_attention_heads encoder_layers=1
+oneformer hidden_size>hidden_dim num_hidden_layers>decoder_layers conv_dim=256 decoder_layers=10 encoder_layers=6 num_attention_heads=8
+openai-gpt hidden_size>n_embd max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer n_embd=768 n_head=12 n_layer=12 n_positions=512 tie_word_embeddings=true vocab_size=40478
+openai_privacy_filter num_experts>num_local_experts head_dim=64 hidden_size=640 intermediate_size=640 max_position_embeddings=131072 num_attention_heads=14 num_hidden_layers=8 num_key_value_heads=2 num_local_experts=128 sliding_window=128 tie_word_embeddings=false vocab_size=200064
+openvla @text_config=llama
+ops_colqwen3 @text_config=qwen3_vl_text tie_word_embeddings=false
+opt hidden_size=768 max_position_embeddings=2048 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=50272
+ovis hidden_size=null
+ovis2 @text_config=qwen2 hidden_size=1536 tie_word_embeddings=true vocab_size=151643
+owlv2 @text_config=owlv2_text_model
+owlv2_text_model hidden_size=512 intermediate_size=2048 max_position_embeddings=16 num_attention_heads=8 num_hidden_layers=12 vocab_size=49408
+owlv2_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+owlvit @text_config=owlvit_text_model
+owlvit_text_model hidden_size=512 intermediate_size=2048 max_position_embeddings=16 num_attention_heads=8 num_hidden_layers=12 vocab_size=49408
+owlvit_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+paddleocr_vl @text_config=paddleocr_vl_text tie_word_embeddings=true
+paddleocr_vl_text head_dim=128 hidden_size=1024 intermediate_size=3072 max_position_embeddings=131072 num_attention_heads=16 num_hidden_layers=18 num_key_value_heads=2 tie_word_embeddings=true vocab_size=103424
+paddleocr_vl_vision hidden_size=1152 intermediate_size=4304 num_attention_heads=16 num_hidden_layers=27
+paligemma @text_config=gemma hidden_size=2048 tie_word_embeddings=true vocab_size=257152
+parakeet_ctc vocab_size=1025
+parakeet_encoder hidden_size=1024 intermediate_size=4096 max_position_embeddings=5000 num_attention_heads=8 num_hidden_layers=24
+parakeet_rnnt vocab_size=8193
+parakeet_tdt vocab_size=8193
+patchtsmixer hidden_size>d_model num_hidden_layers>num_layers d_model=8 num_layers=3
+patchtst hidden_size>d_model num_attention_heads>num_attention_heads num_hidden_layers>num_hidden_layers d_model=128 num_attention_heads=4 num_hidden_layers=3
+pe_audio @text_config=modernbert
+pe_audio_encoder head_dim=128 hidden_size=1792 intermediate_size=4800 max_position_embeddings=10000 num_attention_heads=14 num_hidden_layers=6 num_key_value_heads=null
+pe_audio_video tie_word_embeddings=true
+pe_audio_video_encoder head_dim=128 hidden_size=1792 intermediate_size=4800 max_position_embeddings=10000 num_attention_heads=14 num_hidden_layers=6 num_key_value_heads=null
+pe_video_encoder head_dim=128 hidden_size=1792 intermediate_size=4800 max_position_embeddings=10000 num_attention_heads=14 num_hidden_layers=6 num_key_value_heads=null
+pegasus hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 encoder_layers=12 max_position_embeddings=1024 tie_word_embeddings=true vocab_size=50265
+pegasus_x hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=16 encoder_layers=16 max_position_embeddings=16384 tie_word_embeddings=true vocab_size=96103
+perceiver d_model=768 max_position_embeddings=2048 vocab_size=262
+perception_lm @text_config=llama tie_word_embeddings=null
+persimmon hidden_size=4096 intermediate_size=16384 max_position_embeddings=16384 num_attention_heads=64 num_hidden_layers=36 tie_word_embeddings=false vocab_size=262144
+phi hidden_size=2048 intermediate_size=8192 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=24 num_key_value_heads=null tie_word_embeddings=false vocab_size=51200
+phi3 hidden_size=3072 intermediate_size=8192 max_position_embeddings=4096 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null original_max_position_embeddings=4096 sliding_window=null tie_word_embeddings=false vocab_size=32064
+phi4_multimodal hidden_size=3072 intermediate_size=8192 max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 original_max_position_embeddings=4096 sliding_window=null tie_word_embeddings=false vocab_size=200064
+phi4_multimodal_audio activation="swish" chunk_size=-1 hidden_size=1024 intermediate_size=1536 num_attention_heads=16
+phi4_multimodal_vision hidden_size=1152 intermediate_size=4304 num_attention_heads=16 num_hidden_layers=27
+phimoe hidden_size=4096 intermediate_size=6400 max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 num_local_experts=16 sliding_window=null tie_word_embeddings=false vocab_size=32064
+pi0 chunk_size=50
+pix2struct @text_config=pix2struct_text_model tie_word_embeddings=false
+pix2struct_text_model decoder_attention_heads>num_heads decoder_layers>num_layers encoder_layers>num_layers hidden_size>hidden_size num_attention_heads>num_heads num_hidden_layers>num_layers add_cross_attention=false hidden_size=768 num_layers=12 tie_word_embeddings=false vocab_size=50244
+pix2struct_vision_model hidden_size=768 num_attention_heads=12 num_hidden_layers=12 seq_len=4096
+pixel_shuffle_siglip2 hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+pixio hidden_size=1280 num_attention_heads=16 num_hidden_layers=32
+pixtral hidden_size=1024 intermediate_size=4096 num_attention_heads=16 num_hidden_layers=24
+plbart hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=768 decoder_attention_heads=12 decoder_layers=6 encoder_layers=6 max_position_embeddings=1024 tie_word_embeddings=true vocab_size=50005
+pop2piano hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_layers=6 tie_word_embeddings=true vocab_size=2400
+pp_chart2table @text_config=qwen2 tie_word_embeddings=true
+pp_doclayout_v2 hidden_size>d_model num_attention_heads>encoder_attention_heads d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=1
+pp_doclayout_v3 hidden_size>d_model num_attention_heads>encoder_attention_heads d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=1 tie_word_embeddings=true
+pp_formulanet @text_config=pp_formulanet
+pp_lcnet block_configs=null
+pp_lcnet_v3 block_configs=null
+pp_lcnet_v4 block_configs=null
+pp_ocrv5_mobile_rec depth=2 hidden_size=120 num_attention_heads=8
+pp_ocrv5_server_rec depth=2 hidden_size=120 num_attention_heads=8
+pp_ocrv6_small_rec depth=2 hidden_size=120 num_attention_heads=8
+pp_ocrv6_tiny_rec hidden_size=120
+prophetnet num_attention_heads>num_encoder_attention_heads add_cross_attention=true hidden_size=1024 max_position_embeddings=512 tie_word_embeddings=true vocab_size=30522
+pvt_v2 linear_attention=false
+qianfan_ocr @text_config=qwen3 tie_word_embeddings=false
+qianfan_ocr_vision hidden_size=1024 intermediate_size=4096 num_attention_heads=16 num_hidden_layers=24
+qwen2 hidden_size=4096 intermediate_size=22016 layer_types=null max_position_embeddings=32768 max_window_layers=28 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 sliding_window=4096 tie_word_embeddings=false use_sliding_window=false vocab_size=151936
+qwen2_5_omni @thinker_config.text_config=qwen2_5_omni_text
+qwen2_5_omni_audio_encoder hidden_size>d_model intermediate_size>encoder_ffn_dim num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1280 encoder_layers=32 max_source_positions=1500
+qwen2_5_omni_dit head_dim=64 hidden_size=1024 max_position_embeddings=32768 num_attention_heads=16 num_hidden_layers=22
+qwen2_5_omni_talker head_dim=128 hidden_size=3584 intermediate_size=18944 layer_types=null max_position_embeddings=32768 max_window_layers=28 num_attention_heads=28 num_hidden_layers=28 num_key_value_heads=4 sliding_window=32768 tie_word_embeddings=false use_sliding_window=false vocab_size=8448
+qwen2_5_omni_text hidden_size=3584 intermediate_size=18944 layer_types=null max_position_embeddings=32768 max_window_layers=28 num_attention_heads=28 num_hidden_layers=28 num_key_value_heads=4 sliding_window=32768 tie_word_embeddings=true use_sliding_window=false vocab_size=152064
+qwen2_5_omni_thinker @text_config=qwen2_5_omni_text tie_word_embeddings=false
+qwen2_5_omni_vision_encoder num_attention_heads>num_heads depth=32 hidden_size=3584 intermediate_size=3420
+qwen2_5_vl @text_config=qwen2_5_vl_text tie_word_embeddings=false
+qwen2_5_vl_text hidden_size=8192 intermediate_size=29568 layer_types=null max_position_embeddings=32768 max_window_layers=80 num_attention_heads=64 num_hidden_layers=80 num_key_value_heads=8 sliding_window=4096 use_sliding_window=false vocab_size=152064
+qwen2_5_vl_vision num_attention_heads>num_heads depth=32 hidden_size=3584 intermediate_size=3420
+qwen2_audio @text_config=qwen2
+qwen2_audio_encoder hidden_size>d_model intermediate_size>encoder_ffn_dim num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1280 encoder_layers=32 max_source_positions=1500
+qwen2_moe hidden_size=2048 intermediate_size=5632 layer_types=null max_position_embeddings=32768 max_window_layers=28 moe_intermediate_size=1408 num_attention_heads=16 num_experts=60 num_hidden_layers=24 num_key_value_heads=16 sliding_window=4096 tie_word_embeddings=false use_sliding_window=false vocab_size=151936
+qwen2_vl @text_config=qwen2_vl_text tie_word_embeddings=false
+qwen2_vl_text hidden_size=8192 intermediate_size=29568 layer_types=null max_position_embeddings=32768 max_window_layers=80 num_attention_heads=64 num_hidden_layers=80 num_key_value_heads=8 sliding_window=4096 use_sliding_window=false vocab_size=152064
+qwen2_vl_vision num_attention_heads>num_heads depth=32 hidden_size=3584
+qwen3 head_dim=128 hidden_size=4096 intermediate_size=22016 layer_types=null max_position_embeddings=32768 max_window_layers=28 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 sliding_window=4096 tie_word_embeddings=false use_sliding_window=false vocab_size=151936
+qwen3_5 @text_config=qwen3_5_text tie_word_embeddings=false
+qwen3_5_moe @text_config=qwen3_5_moe_text tie_word_embeddings=false
+qwen3_5_moe_text head_dim=256 hidden_size=2048 layer_types=null linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16 linear_num_value_heads=32 linear_value_head_dim=128 max_position_embeddings=32768 moe_intermediate_size=512 num_attention_heads=16 num_experts=256 num_hidden_layers=40 num_key_value_heads=2 tie_word_embeddings=false vocab_size=248320
+qwen3_5_moe_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+qwen3_5_text head_dim=256 hidden_size=4096 intermediate_size=12288 layer_types=null linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16 linear_num_value_heads=32 linear_value_head_dim=128 max_position_embeddings=32768 num_attention_heads=16 num_hidden_layers=32 num_key_value_heads=4 tie_word_embeddings=false vocab_size=248320
+qwen3_5_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+qwen3_asr @thinker_config.text_config=qwen3_asr_text
+qwen3_asr_encoder hidden_size>d_model intermediate_size>encoder_ffn_dim num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 encoder_layers=24 max_position_embeddings=13
+qwen3_asr_thinker @text_config=qwen3_asr_text
+qwen3_moe num_experts>num_local_experts hidden_size=2048 intermediate_size=6144 max_position_embeddings=32768 moe_intermediate_size=768 num_attention_heads=32 num_experts=128 num_hidden_layers=24 num_key_value_heads=4 sliding_window=4096 tie_word_embeddings=false use_sliding_window=false vocab_size=151936
+qwen3_moe_vit depth=27 hidden_size=1152 intermediate_size=4304
+qwen3_next head_dim=256 hidden_size=2048 intermediate_size=5632 layer_types=null linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16 linear_num_value_heads=32 linear_value_head_dim=128 max_position_embeddings=32768 moe_intermediate_size=512 num_attention_heads=16 num_experts=512 num_hidden_layers=48 num_key_value_heads=2 tie_word_embeddings=false vocab_size=151936
+qwen3_omni_moe @thinker_config.text_config=qwen3_omni_moe_text
+qwen3_omni_moe_audio_encoder hidden_size>d_model intermediate_size>encoder_ffn_dim num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1280 encoder_layers=32 max_source_positions=1500
+qwen3_omni_moe_talker_code_predictor head_dim=128 hidden_size=1024 intermediate_size=3072 layer_types=null max_position_embeddings=32768 max_window_layers=28 num_attention_heads=16 num_hidden_layers=5 num_key_value_heads=8 sliding_window=null tie_word_embeddings=false vocab_size=2048
+qwen3_omni_moe_talker_text num_experts>num_local_experts hidden_size=1024 intermediate_size=2048 max_position_embeddings=32768 moe_intermediate_size=384 num_attention_heads=16 num_experts=128 num_hidden_layers=20 num_key_value_heads=2 sliding_window=null tie_word_embeddings=false vocab_size=3072
+qwen3_omni_moe_text hidden_size=2048 intermediate_size=18944 max_position_embeddings=32768 moe_intermediate_size=768 num_attention_heads=28 num_experts=128 num_hidden_layers=28 num_key_value_heads=4 sliding_window=null vocab_size=3584
+qwen3_omni_moe_thinker @text_config=qwen3_omni_moe_text tie_word_embeddings=false
+qwen3_omni_moe_vision_encoder num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+qwen3_vl @text_config=qwen3_vl_text tie_word_embeddings=false
+qwen3_vl_moe @text_config=qwen3_vl_moe_text tie_word_embeddings=false
+qwen3_vl_moe_text num_experts>num_local_experts head_dim=null hidden_size=2048 intermediate_size=5632 max_position_embeddings=128000 moe_intermediate_size=1408 num_attention_heads=16 num_experts=60 num_hidden_layers=24 num_key_value_heads=16 tie_word_embeddings=true vocab_size=151936
+qwen3_vl_moe_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+qwen3_vl_nemotron_embed @text_config=qwen3_vl_text tie_word_embeddings=false
+qwen3_vl_text head_dim=128 hidden_size=4096 intermediate_size=22016 max_position_embeddings=128000 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 vocab_size=151936
+qwen3_vl_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+qwen4_exp @text_config=qwen4_exp_text tie_word_embeddings=false
+qwen4_exp_text head_dim=256 hidden_size=2048 layer_types=null linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16 linear_num_value_heads=32 linear_value_head_dim=128 max_position_embeddings=32768 moe_intermediate_size=512 num_attention_heads=16 num_experts=512 num_hidden_layers=40 num_key_value_heads=2 tie_word_embeddings=false vocab_size=248320
+qwen4_exp_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+radio hidden_size=1280 num_attention_heads=16 num_hidden_layers=32
+rag index_name="compressed" index_path=null vocab_size=null
+recurrent_gemma sliding_window>attention_window_size hidden_size=2560 intermediate_size=7680 num_attention_heads=10 num_hidden_layers=26 num_key_value_heads=null tie_word_embeddings=true vocab_size=256000
+reformer hidden_size=256 max_position_embeddings=4096 num_attention_heads=12 tie_word_embeddings=false vocab_size=320
+rembert add_cross_attention=false hidden_size=1152 intermediate_size=4608 max_position_embeddings=512 num_attention_heads=18 num_hidden_layers=32 tie_word_embeddings=false vocab_size=250300
+rf_detr d_model=256 decoder_layers=3 intermediate_size=1024
+rf_detr_dinov2 hidden_size=768 num_attention_heads=12 num_hidden_layers=12
+roberta add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=50265
+roberta-prelayernorm add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=50265
+roc_bert add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+roformer add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=1536 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=50000
+rt_detr hidden_size>d_model num_attention_heads>encoder_attention_heads d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=1
+rt_detr_v2 hidden_size>d_model num_attention_heads>encoder_attention_heads d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=1 tie_word_embeddings=true
+rwkv max_position_embeddings>context_length attention_hidden_size=null hidden_size=4096 intermediate_size=null num_hidden_layers=32 tie_word_embeddings=false vocab_size=50277
+sam tie_word_embeddings=true
+sam2_hiera_det_model hidden_size=96 num_attention_heads=1
+sam3 @text_config=clip_text_model
+sam3_detr_decoder hidden_size=256 intermediate_size=2048 num_attention_heads=8 num_layers=6
+sam3_detr_encoder hidden_size=256 intermediate_size=2048 num_attention_heads=8 num_layers=6
+sam3_geometry_encoder hidden_size=256 intermediate_size=2048 num_attention_heads=8 num_layers=3
+sam3_lite_text @text_config=sam3_lite_text_text_model
+sam3_lite_text_detr_decoder hidden_size=256 intermediate_size=2048 num_attention_heads=8 num_layers=6
+sam3_lite_text_detr_encoder hidden_size=256 intermediate_size=2048 num_attention_heads=8 num_layers=6
+sam3_lite_text_geometry_encoder hidden_size=256 intermediate_size=2048 num_attention_heads=8 num_layers=3
+sam3_lite_text_mask_decoder hidden_size=256 num_attention_heads=8
+sam3_lite_text_text_model hidden_size=512 intermediate_size=2048 max_position_embeddings=77 num_attention_heads=8 num_hidden_layers=12 vocab_size=49408
+sam3_mask_decoder hidden_size=256 num_attention_heads=8
+sam3_vit_model hidden_size=1024 intermediate_size=4736 num_attention_heads=16 num_hidden_layers=32
+sam_hq tie_word_embeddings=true
+sam_hq_vision_model hidden_size=768 num_attention_heads=12 num_hidden_layers=12
+sam_vision_model hidden_size=768 num_attention_heads=12 num_hidden_layers=12
+sapiens2 hidden_size=1024 intermediate_size=4096 num_attention_heads=16 num_hidden_layers=24
+seamless_m4t num_attention_heads>decoder_attention_heads num_hidden_layers>decoder_layers decoder_attention_heads=16 decoder_layers=24 encoder_layers=24 hidden_size=1024 max_position_embeddings=1024 max_source_positions=4096 tie_word_embeddings=true vocab_size=256102
+seamless_m4t_v2 num_attention_heads>decoder_attention_heads num_hidden_layers>decoder_layers decoder_attention_heads=16 decoder_layers=24 encoder_layers=24 hidden_size=1024 max_position_embeddings=4096 tie_word_embeddings=true vocab_size=256102
+seed_oss head_dim=128 hidden_size=4096 intermediate_size=27648 max_position_embeddings=524288 num_attention_heads=80 num_hidden_layers=64 num_key_value_heads=8 tie_word_embeddings=false vocab_size=155136
+seggpt hidden_size=1024 num_attention_heads=16 num_hidden_layers=24
+semantic num_attention_heads>num_heads num_hidden_layers>num_layers vocab_size>input_vocab_size hidden_size=768 num_layers=12
+sew hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
+sew-d hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
+shieldgemma2 @text_config=gemma3_text
+siglip @text_config=siglip_text_model
+siglip2 @text_config=siglip2_text_model
+siglip2_text_model hidden_size=768 intermediate_size=3072 max_position_embeddings=64 num_attention_heads=12 num_hidden_layers=12 vocab_size=32000
+siglip2_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+siglip_text_model hidden_size=768 intermediate_size=3072 max_position_embeddings=64 num_attention_heads=12 num_hidden_layers=12 vocab_size=32000
+siglip_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+slanet hidden_size=256
+slanext hidden_size=512
+smollm3 hidden_size=2048 intermediate_size=11008 layer_types=null max_position_embeddings=32768 no_rope_layers=null num_attention_heads=16 num_hidden_layers=36 num_key_value_heads=4 sliding_window=null tie_word_embeddings=true use_sliding_window=false vocab_size=128256
+smolvlm @text_config=llama tie_word_embeddings=false
+smolvlm_vision hidden_size=1152 intermediate_size=3072 num_attention_heads=16 num_hidden_layers=12
+solar_open num_local_experts>n_routed_experts head_dim=128 hidden_size=4096 max_position_embeddings=131072 moe_intermediate_size=1280 n_routed_experts=128 num_attention_heads=64 num_hidden_layers=48 num_key_value_heads=8 tie_word_embeddings=false vocab_size=196608
+speech_to_text hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=256 decoder_attention_heads=4 decoder_layers=6 encoder_layers=12 max_source_positions=6000 max_target_positions=1024 tie_word_embeddings=true vocab_size=10000
+speecht5 num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers decoder_attention_heads=12 decoder_layers=6 encoder_layers=12 hidden_size=768 tie_word_embeddings=true vocab_size=81
+splinter hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+squeezebert hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+stablelm hidden_size=2560 intermediate_size=6912 max_position_embeddings=4096 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 tie_word_embeddings=false vocab_size=50304
+starcoder2 hidden_size=3072 intermediate_size=12288 max_position_embeddings=4096 num_attention_heads=24 num_hidden_layers=30 num_key_value_heads=2 sliding_window=null tie_word_embeddings=true vocab_size=49152
+step3_text head_dim=256 hidden_size=7168 intermediate_size=18432 max_seq_len=65536 moe_intermediate_size=5120 num_attention_groups=1 num_attention_heads=64 num_hidden_layers=61 vocab_size=128815
+step3_vl @text_config=step3_text
+step3p5 head_dim=null hidden_size=5120 intermediate_size=13312 layer_types=null max_position_embeddings=null max_seq_len=4096 moe_intermediate_size=10240 num_attention_groups=8 num_attention_heads=40 num_hidden_layers=48 num_nextn_predict_layers=0 vocab_size=65536
+step3p5_vision hidden_size=1536 intermediate_size=3072 max_position_embeddings=2704 num_attention_heads=16 num_hidden_layers=47
+step3p7 @text_config=step3p5
+superglue hidden_size=256 num_attention_heads=4
+swin num_attention_heads>num_heads num_hidden_layers>num_layers
+swin2sr hidden_size>embed_dim num_attention_heads>num_heads num_hidden_layers>num_layers
+swinv2 num_attention_heads>num_heads num_hidden_layers>num_layers
+switch_transformers hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers add_cross_attention=false d_model=768 num_experts=8 num_layers=12 tie_word_embeddings=true vocab_size=32128
+t5 head_dim>d_kv hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_layers=6 vocab_size=32128
+t5_gemma_module head_dim=256 hidden_size=2304 intermediate_size=9216 layer_types=null max_position_embeddings=8192 num_attention_heads=8 num_hidden_layers=26 num_key_value_heads=4 sliding_window=4096 tie_word_embeddings=true vocab_size=256000
+t5gemma @decoder=t5_gemma_module tie_word_embeddings=true vocab_size=256000
+t5gemma2 @decoder=t5gemma2_decoder tie_word_embeddings=true
+t5gemma2_decoder head_dim=256 hidden_size=2304 intermediate_size=9216 layer_types=null max_position_embeddings=131072 num_attention_heads=8 num_hidden_layers=26 num_key_value_heads=4 sliding_window=4096 tie_word_embeddings=true vocab_size=262208
+t5gemma2_encoder @text_config=t5gemma2_text tie_word_embeddings=true
+t5gemma2_text head_dim=256 hidden_size=2304 intermediate_size=9216 layer_types=null max_position_embeddings=131072 num_attention_heads=8 num_hidden_layers=26 num_key_value_heads=4 sliding_window=4096 tie_word_embeddings=true vocab_size=262208
+table-transformer hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=6
+tapas add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=1024 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+time_series_transformer hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=64 decoder_attention_heads=2 decoder_layers=2 encoder_layers=2
+timesfm head_dim=80 hidden_size=1280 intermediate_size=1280 num_attention_heads=16 num_hidden_layers=50
+timesfm2_5 activation="swish" head_dim=80 hidden_size=1280 intermediate_size=1280 max_position_embeddings=16384 num_attention_heads=16 num_hidden_layers=20 num_key_value_heads=16
+timesformer hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+tipsv2 @text_config=tipsv2_text_model
+tipsv2_text_model hidden_size=768 intermediate_size=3072 max_position_embeddings=64 num_attention_heads=12 num_hidden_layers=12 vocab_size=32000
+tipsv2_vision_model hidden_size=768 num_attention_heads=12 num_hidden_layers=12
+trocr hidden_size>d_model num_attention_heads>decoder_attention_heads num_hidden_layers>decoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 max_position_embeddings=512 tie_word_embeddings=true vocab_size=50265
+tvp hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
+udop hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers add_cross_attention=false d_model=1024 num_layers=24 tie_word_embeddings=true vocab_size=33201
+ultravox @wrapped_model_config=llama hidden_size=4096
+umt5 head_dim>d_kv hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_layers=8 vocab_size=250112
+unispeech hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
+unispeech-sat hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
+unlimited-ocr @text_config=deepseek_v2
+unlimited_ocr @text_config=deepseek_v2
+upernet hidden_size=512
+vaultgemma head_dim=256 hidden_size=2304 intermediate_size=9216 layer_types=null max_position_embeddings=8192 num_attention_heads=8 num_hidden_layers=26 num_key_value_heads=4 sliding_window=4096 tie_word_embeddings=true vocab_size=256000
+vibevoice @text_config=qwen2
+vibevoice_acoustic_tokenizer hidden_size=64
+vibevoice_acoustic_tokenizer_decoder hidden_size=64
+vibevoice_acoustic_tokenizer_encoder hidden_size=64
+vibevoice_asr @text_config=qwen2
+video_llama_3 @text_config=qwen2 tie_word_embeddings=false
+video_llama_3_vision hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+video_llava @text_config=llama tie_word_embeddings=false
+videomae hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+videomt hidden_size=1024 num_attention_heads=16 num_hidden_layers=24
+videoprism @text_config=videoprism_text_model
+videoprism_text_model hidden_size=768 intermediate_size=3072 max_position_embeddings=64 num_attention_heads=12 num_hidden_layers=12 vocab_size=32000
+videoprism_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12
+vilt hidden_size=768 intermediate_size=3072 max_position_embeddings=40 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+vipllava @text_config=llama tie_word_embeddings=false
+visual_bert hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+vit hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+vit_mae hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+vit_msn hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+vitdet hidden_size=768 num_attention_heads=12 num_hidden_layers=12
+vitmatte hidden_size=384
+vitpose_backbone hidden_size=768 num_attention_heads=12 num_experts=1 num_hidden_layers=12
+vits hidden_size=192 num_attention_heads=2 num_hidden_layers=6 vocab_size=38
+vivit hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+vjepa2 hidden_size=1024 num_attention_heads=16 num_hidden_layers=24
+voxtral @text_config=llama
+voxtral_encoder d_model>hidden_size encoder_attention_heads>num_attention_heads encoder_ffn_dim>intermediate_size encoder_layers>num_hidden_layers hidden_size=1280 intermediate_size=5120 max_source_positions=1500 num_attention_heads=20 num_hidden_layers=32 vocab_size=51866
+voxtral_realtime @text_config=voxtral_realtime_text tie_word_embeddings=true
+voxtral_realtime_encoder d_model>hidden_size encoder_attention_heads>num_attention_heads encoder_ffn_dim>intermediate_size encoder_layers>num_hidden_layers num_key_value_heads>num_attention_heads head_dim=64 hidden_size=1280 intermediate_size=5120 max_position_embeddings=1500 num_attention_heads=32 num_hidden_layers=32 sliding_window=750 vocab_size=131072
+voxtral_realtime_text head_dim=null hidden_size=4096 intermediate_size=14336 max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 sliding_window=4096 vocab_size=32000
+wav2vec2 hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
+wav2vec2-bert hidden_size=1024 intermediate_size=4096 max_source_positions=5000 num_attention_heads=16 num_hidden_layers=24 vocab_size=null
+wav2vec2-conformer hidden_size=768 intermediate_size=3072 max_source_positions=5000 num_attention_heads=12 num_hidden_layers=12 vocab_size=null
+wavlm hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
+whisper hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers num_key_value_heads>encoder_attention_heads d_model=384 decoder_attention_heads=6 decoder_layers=4 encoder_layers=4 max_source_positions=1500 max_target_positions=448 tie_word_embeddings=true vocab_size=51865
+xclip @text_config=xclip_text_model
+xclip_text_model hidden_size=512 intermediate_size=2048 max_position_embeddings=77 num_attention_heads=8 num_hidden_layers=12 vocab_size=49408
+xclip_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+xcodec2 head_dim=64 hidden_size=1024 intermediate_size=4096 max_position_embeddings=4096 num_attention_heads=16 num_hidden_layers=12 num_key_value_heads=16 tie_word_embeddings=false
+xglm hidden_size>d_model num_attention_heads>attention_heads num_hidden_layers>num_layers add_cross_attention=false d_model=1024 max_position_embeddings=2048 num_layers=24 tie_word_embeddings=true vocab_size=256008
+xlm hidden_size>emb_dim n_words>vocab_size num_attention_heads>n_heads num_hidden_layers>n_layers max_position_embeddings=512 n_heads=16 n_layers=12 tie_word_embeddings=true vocab_size=30145
+xlm-roberta add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+xlm-roberta-xl add_cross_attention=false hidden_size=2560 intermediate_size=10240 max_position_embeddings=514 num_attention_heads=32 num_hidden_layers=36 tie_word_embeddings=true vocab_size=250880
+xlnet hidden_size>d_model n_token>vocab_size num_attention_heads>n_head num_hidden_layers>n_layer d_model=1024 n_head=16 n_layer=24 tie_word_embeddings=true vocab_size=32000
+xlstm chunk_size=64 hidden_size=4096 num_hidden_layers=32 tie_word_embeddings=false vocab_size=50304
+xmod add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
+yolos hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
+yoso add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=4096 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=50265
+youtu hidden_size=2048 intermediate_size=6144 kv_lora_rank=512 max_position_embeddings=131072 num_attention_heads=16 num_hidden_layers=32 num_key_value_heads=16 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 tie_word_embeddings=true v_head_dim=128 vocab_size=128256
+zamba head_dim>attention_head_dim layer_types>layers_block_type attention_head_dim=null attention_hidden_size=null attn_layer_offset=4 attn_layer_period=6 hidden_size=3712 intermediate_size=14848 layers_block_type=null mamba_conv_bias=true mamba_d_conv=4 mamba_d_state=16 mamba_dt_rank="auto" mamba_expand=2 mamba_proj_bias=false max_position_embeddings=4096 num_attention_heads=16 num_hidden_layers=76 num_key_value_heads=16 tie_word_embeddings=true use_mamba_kernels=true vocab_size=32000
+zamba2 head_dim>attention_head_dim layer_types>layers_block_type chunk_size=256 hidden_size=2560 intermediate_size=null layers_block_type=null mamba_d_conv=4 mamba_d_state=64 mamba_expand=2 mamba_ngroups=1 max_position_embeddings=4096 num_attention_heads=32 num_hidden_layers=54 num_key_value_heads=null tie_word_embeddings=true use_conv_bias=true use_mamba_kernels=true use_shared_attention_adapter=false vocab_size=32000
+zaya head_dim=128 hidden_size=2048 layer_types=null max_position_embeddings=131072 moe_intermediate_size=2048 num_attention_heads=8 num_experts=16 num_hidden_layers=40 num_key_value_heads=2 sliding_window=null tie_word_embeddings=true vocab_size=262272
+"""

@@ -1,0 +1,152 @@
+"""The KV cache of one layer: bytes of a block, and blocks that one request takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """How a layer's cache grows with the length of a request."""
+
+    FULL = "full_attention"
+    MLA = "mla_attention"
+    SLIDING = "sliding_window"
+    SLIDING_MLA = "sliding_window_mla"
+    CHUNKED = "chunked_local_attention"
+    CROSS = "cross_attention"
+    MAMBA = "mamba"
+    RING = "ring"
+
+
+FULL_KINDS = frozenset({Kind.FULL, Kind.MLA})
+WINDOW_KINDS = frozenset({Kind.SLIDING, Kind.SLIDING_MLA})
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """``ceil(number / divisor)`` in whole numbers."""
+    return -(-number // divisor)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below the number."""
+    return ceil_div(number, multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one request and the scheduler bring along, beside the request's length.
+
+    Attributes:
+        max_in_flight_tokens: tokens scheduled and not yet settled, over all batches under way.
+        max_encoder_tokens: encoder input tokens in one batch, which size cross-attention caches.
+        dcp: decode-context-parallel size.
+        mamba_cache_mode: ``none``, ``align`` or ``all``.
+    """
+
+    max_in_flight_tokens: int
+    max_encoder_tokens: int = 0
+    dcp: int = 1
+    mamba_cache_mode: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """The cache of one layer on one rank. Equal specs share blocks; ``shape`` holds what else tells layers
+    apart.
+
+    Attributes:
+        kind: how it grows.
+        block_size: tokens in a block.
+        state_bytes: bytes of one stored state over the rank's heads; of the whole state for ``MAMBA``.
+        tokens_per_state: tokens that one stored state stands for.
+        window: tokens that a sliding window sees.
+        chunk: tokens of a local-attention chunk.
+        retained_tokens: tokens kept below the window for multi-step drafting.
+        padded_bytes: bytes that a block is padded to, where padding was asked for.
+        alignment: a block is padded to a multiple of this many bytes.
+        stride_alignment: blocks lie a multiple of this many bytes apart (layer-outermost and packed layouts).
+        kernel_block: a kernel takes blocks of at most this many tokens, whole ones, so strides align to them.
+        dcp_sharded: decode context parallelism splits the tokens over ranks.
+        speculative_blocks: extra state blocks for draft tokens (``MAMBA``).
+        checkpoint_blocks: extra state blocks for prefill checkpoints (``MAMBA``).
+        shape: whatever else makes two layers different, in any comparable form.
+    """
+
+    kind: Kind
+    block_size: int
+    state_bytes: int
+    tokens_per_state: int = 1
+    window: int | None = None
+    chunk: int | None = None
+    retained_tokens: int = 0
+    padded_bytes: int | None = None
+    alignment: int | None = None
+    stride_alignment: int = 1
+    kernel_block: int | None = None
+    dcp_sharded: bool = True
+    speculative_blocks: int = 0
+    checkpoint_blocks: int = 0
+    shape: tuple[object, ...] = ()
+
+    @property
+    def unpadded_bytes(self) -> int:
+        """Bytes of a block without padding."""
+        if self.kind is Kind.MAMBA:
+            return self.state_bytes
+        return self.state_bytes * (self.block_size // self.tokens_per_state)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a block."""
+        if self.padded_bytes is not None:
+            return self.padded_bytes
+        if self.alignment is not None:
+            return round_up(self.unpadded_bytes, self.alignment)
+        return self.unpadded_bytes
+
+    @property
+    def stride(self) -> int:
+        """Alignment in bytes of the distance between two blocks."""
+        if self.kernel_block is None:
+            return self.stride_alignment
+        kernel = math.gcd(self.kernel_block, self.block_size)
+        return 1 if kernel == self.block_size else self.with_block_size(kernel).page_bytes
+
+    def with_block_size(self, block_size: int) -> LayerSpec:
+        """The same layer with blocks of another size."""
+        return replace(self, block_size=block_size)
+
+    def blocks(self, length: int, load: Load) -> int:
+        """Blocks that one request of ``length`` tokens needs.
+
+        Raises:
+            ValueError: the mamba cache mode is unknown.
+        """
+        match self.kind:
+            case Kind.FULL | Kind.MLA:
+                shards = load.dcp if self.dcp_sharded else 1
+                return ceil_div(ceil_div(length, shards), self.block_size)
+            case Kind.SLIDING | Kind.SLIDING_MLA:
+                assert self.window is not None
+                held = self.window - 1 + self.retained_tokens + load.max_in_flight_tokens
+                return ceil_div(min(held, length), self.block_size) + 1
+            case Kind.CHUNKED:
+                assert self.chunk is not None
+                return ceil_div(min(self.chunk + load.max_in_flight_tokens, length), self.block_size)
+            case Kind.CROSS:
+                return ceil_div(load.max_encoder_tokens, self.block_size)
+            case Kind.RING:
+                return 1
+            case Kind.MAMBA:
+                return self._state_blocks(length, load.mamba_cache_mode)
+
+    def _state_blocks(self, length: int, mode: str) -> int:
+        if mode == "align":
+            return 2 + self.speculative_blocks + self.checkpoint_blocks
+        if mode == "none":
+            return 1 + self.speculative_blocks
+        if mode == "all":
+            return ceil_div(length, self.block_size) + self.speculative_blocks
+        raise ValueError(f"mamba cache mode {mode!r} is not none, align or all")
