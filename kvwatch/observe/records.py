@@ -196,7 +196,8 @@ class Engine:
 
     Attributes:
         num_blocks: blocks of this engine (vLLM's label is the sum over engines; it is divided here).
-        usage: share of the pool in use, 0 to 1, already corrected for the release's denominator.
+        usage: share of the pool in use as exported, 0 to 1; what it is a share of depends on the release
+            (`kvwatch.observe.vllm.used_blocks`).
         max_concurrency, size_tokens: as the server itself computed them (0.24 and later).
     """
 
