@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from kvwatch.blockmath.flags import Flags
+from kvwatch.yamlfile import ConfigError as ConfigError
+from kvwatch.yamlfile import Section, boolean, count, parse_yaml, plain_text, read_text
 
 T = TypeVar("T")
 
@@ -20,10 +18,6 @@ NO_FLAGS = Flags()
 MIB = 2**20
 GIB = 2**30
 DEFAULT_LISTEN_ADDRESS = ":9744"
-
-
-class ConfigError(ValueError):
-    """The configuration cannot be used. The text starts with ``file:line: field:``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,150 +123,13 @@ def load(path: Path) -> Config:
     Raises:
         ConfigError: it cannot be read, is not YAML, or a field is unknown or has a wrong value.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    return parse(text, path)
+    return parse(read_text(path), path)
 
 
 def parse(text: str, path: Path) -> Config:
     """Check the text of a configuration file; `path` is for messages and relative file names."""
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not YAML"
-        raise ConfigError(f"{path}{line}: {problem}") from None
-    if root is None:
-        return Config(source=path)
-    return _config(_Section(root, path, ""))
-
-
-class _Section:
-    """A mapping of the file under reading: hands out each key once, complains about the rest."""
-
-    def __init__(self, node: yaml.Node, path: Path, name: str) -> None:
-        self.path = path
-        self.name = name
-        if not isinstance(node, yaml.MappingNode):
-            raise self._error(node, name, "expected a mapping (key: value)")
-        self._node = node
-        self._values: dict[str, yaml.Node] = {}
-        for key, value in node.value:
-            text = str(key.value)
-            if text in self._values:
-                raise self._error(key, self._field(text), "given twice")
-            self._values[text] = value
-        self._known: list[str] = []
-
-    def _field(self, key: str) -> str:
-        return f"{self.name}.{key}" if self.name else key
-
-    def error(self, problem: str) -> ConfigError:
-        """What is wrong with this mapping as a whole."""
-        return self._error(self._node, self.name, problem)
-
-    def _error(self, node: yaml.Node, name: str, problem: object) -> ConfigError:
-        return ConfigError(f"{self.path}:{node.start_mark.line + 1}: {name or 'the file'}: {problem}")
-
-    def _take(self, key: str) -> yaml.Node | None:
-        self._known.append(key)
-        node = self._values.pop(key, None)
-        if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"):
-            return None
-        return node
-
-    def value(self, key: str, convert: Callable[[object], T], default: T) -> T:
-        """One plain value, converted; `convert` raises ValueError with the reason."""
-        node = self._take(key)
-        return default if node is None else self._convert(node, self._field(key), convert)
-
-    def required(self, key: str, convert: Callable[[object], T]) -> T:
-        """One plain value that must be there."""
-        node = self._take(key)
-        if node is None:
-            raise self._error(self._node, self._field(key), "missing")
-        return self._convert(node, self._field(key), convert)
-
-    def _convert(self, node: yaml.Node, name: str, convert: Callable[[object], T]) -> T:
-        try:
-            return convert(_plain(node))
-        except (TypeError, ValueError) as error:
-            raise self._error(node, name, error) from None
-
-    def values(self, key: str, convert: Callable[[object], T], default: tuple[T, ...]) -> tuple[T, ...]:
-        """A list of plain values; a single value counts as a list of one."""
-        node = self._take(key)
-        if node is None:
-            return default
-        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        return tuple(
-            self._convert(item, f"{self._field(key)}[{number}]", convert) for number, item in enumerate(items)
-        )
-
-    def section(self, key: str) -> _Section | None:
-        """A nested mapping, None where it is absent."""
-        node = self._take(key)
-        return None if node is None else _Section(node, self.path, self._field(key))
-
-    def sections(self, key: str) -> Iterator[_Section]:
-        """The mappings of a list."""
-        node = self._take(key)
-        if node is None:
-            return
-        if not isinstance(node, yaml.SequenceNode):
-            raise self._error(node, self._field(key), "expected a list")
-        for number, item in enumerate(node.value):
-            yield _Section(item, self.path, f"{self._field(key)}[{number}]")
-
-    def named_sections(self, key: str) -> Iterator[tuple[str, _Section]]:
-        """The mappings of a mapping, with their names."""
-        section = self.section(key)
-        if section is None:
-            return
-        for name in list(section._values):
-            nested = section.section(name)
-            if nested is None:
-                raise self._error(section._node, section._field(name), "is empty")
-            yield name, nested
-
-    def flags(self) -> Flags:
-        """All remaining keys as vLLM flags."""
-        built = NO_FLAGS
-        for key in list(self._values):
-            node = self._values[key]
-            try:
-                one = Flags.from_mapping({key: _plain(node)})
-            except ValueError as error:
-                self._known.extend(Flags.__dataclass_fields__)
-                problem = str(error).removeprefix(f"{key}: ")
-                raise self._error(node, self._field(key), problem + self._suggestion(key)) from None
-            built = built.with_changes(**one.given())
-            del self._values[key]
-        return built
-
-    def _suggestion(self, key: str) -> str:
-        close = difflib.get_close_matches(key.replace("-", "_"), self._known, n=1)
-        return f" (did you mean {close[0]}?)" if close and close[0] != key else ""
-
-    @contextmanager
-    def closing(self) -> Iterator[_Section]:
-        """Complain about keys that nobody asked for."""
-        yield self
-        for key in self._values:
-            key_node = next(node for node, _ in self._node.value if node.value == key)
-            problem = "unknown field" + self._suggestion(key)
-            raise self._error(key_node, self._field(key), problem)
-
-
-def _plain(node: yaml.Node) -> object:
-    constructor = yaml.SafeLoader("")
-    try:
-        return constructor.construct_object(node, deep=True)
-    finally:
-        constructor.dispose()
+    root = parse_yaml(text, path)
+    return Config(source=path) if root is None else _config(root)
 
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?")
@@ -309,44 +166,24 @@ def size(value: object) -> int:
     return int(float(number) * factor)
 
 
-def _text(value: object) -> str:
-    if isinstance(value, str) and value.strip():
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    raise ValueError(f"{value!r} is not text")
-
-
-def _boolean(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is not true or false")
-    return value
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} is not a whole number of at least 1")
-    return value
-
-
 def _url(value: object) -> str:
-    text = _text(value).rstrip("/")
+    text = plain_text(value).rstrip("/")
     if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
         raise ValueError(f"{value!r} is not an http:// or https:// address")
     return text
 
 
-def _config(top: _Section) -> Config:
+def _config(top: Section) -> Config:
     base = top.path.parent
 
     def file(value: object) -> Path:
-        return base / Path(_text(value)).expanduser()
+        return base / Path(plain_text(value)).expanduser()
 
     with top.closing():
         return Config(
             web=_web(top.section("web"), file),
             poll=_poll(top.section("poll")),
-            discovery=top.value("discovery", _boolean, default=True),
+            discovery=top.value("discovery", boolean, default=True),
             holders=_holders(top.section("holders")),
             restart=_restart(top.section("restart")),
             servers=tuple(_server(section, file) for section in top.sections("servers")),
@@ -355,20 +192,20 @@ def _config(top: _Section) -> Config:
         )
 
 
-def _web(section: _Section | None, file: Callable[[object], Path]) -> Web:
+def _web(section: Section | None, file: Callable[[object], Path]) -> Web:
     default = Web()
     if section is None:
         return default
     with section.closing():
         return Web(
-            listen_addresses=section.values("listen_address", _text, default.listen_addresses),
+            listen_addresses=section.values("listen_address", plain_text, default.listen_addresses),
             config_file=section.value("config_file", file, default.config_file),
-            max_scrapes=section.value("max_scrapes", _count, default.max_scrapes),
-            enable_reload=section.value("enable_reload", _boolean, default=default.enable_reload),
+            max_scrapes=section.value("max_scrapes", count, default.max_scrapes),
+            enable_reload=section.value("enable_reload", boolean, default=default.enable_reload),
         )
 
 
-def _poll(section: _Section | None) -> Poll:
+def _poll(section: Section | None) -> Poll:
     default = Poll()
     if section is None:
         return default
@@ -384,31 +221,31 @@ def _poll(section: _Section | None) -> Poll:
         )
 
 
-def _rule(section: _Section) -> Rule:
+def _rule(section: Section) -> Rule:
     with section.closing():
         rule = Rule(
-            program=section.value("program", _text, None),
-            user=section.value("user", _text, None),
-            workload=section.value("workload", _text, None),
+            program=section.value("program", plain_text, None),
+            user=section.value("user", plain_text, None),
+            workload=section.value("workload", plain_text, None),
         )
     if rule == Rule():
         raise section.error("needs program, user or workload")
     return rule
 
 
-def _holders(section: _Section | None) -> Holders:
+def _holders(section: Section | None) -> Holders:
     default = Holders()
     if section is None:
         return default
     with section.closing():
         return Holders(
-            top=section.value("top", _count, default.top),
+            top=section.value("top", count, default.top),
             allowed=tuple(_rule(rule) for rule in section.sections("allowed")),
             neighbours=tuple(_rule(rule) for rule in section.sections("neighbours")),
         )
 
 
-def _restart(section: _Section | None) -> Restart:
+def _restart(section: Section | None) -> Restart:
     default = Restart()
     if section is None:
         return default
@@ -419,24 +256,24 @@ def _restart(section: _Section | None) -> Restart:
         )
 
 
-def _server(section: _Section, file: Callable[[object], Path]) -> ServerConfig:
+def _server(section: Section, file: Callable[[object], Path]) -> ServerConfig:
     with section.closing():
         flags = section.section("flags")
         return ServerConfig(
             url=section.required("url", _url),
-            name=section.value("name", _text, None),
-            gpus=section.values("gpus", _text, ()) or None,
+            name=section.value("name", plain_text, None),
+            gpus=section.values("gpus", plain_text, ()) or None,
             flags=flags.flags() if flags else NO_FLAGS,
             token_file=section.value("token_file", file, None),
             ca_file=section.value("ca_file", file, None),
-            insecure_skip_verify=section.value("insecure_skip_verify", _boolean, default=False),
+            insecure_skip_verify=section.value("insecure_skip_verify", boolean, default=False),
             model_config=section.value("model_config", file, None),
         )
 
 
-def _plan(name: str, section: _Section) -> Plan:
+def _plan(name: str, section: Section) -> Plan:
     with section.closing():
-        server = section.value("server", _text, None)
+        server = section.value("server", plain_text, None)
         plan = Plan(name=name, server=server, flags=section.flags())
     if plan.flags == NO_FLAGS:
         raise section.error("changes no flag")

@@ -11,7 +11,6 @@ from kvwatch.blockmath.flags import Flags
 from kvwatch.config import (
     GIB,
     Config,
-    ConfigError,
     Plan,
     Rule,
     ServerConfig,
@@ -21,6 +20,7 @@ from kvwatch.config import (
     parse,
     size,
 )
+from kvwatch.yamlfile import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = Path("k.yaml")

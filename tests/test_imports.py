@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "kvwatch"
 
 LAYERS = (
     {"kvwatch.blockmath"},
-    {"kvwatch.units", "kvwatch.config"},
+    {"kvwatch.units", "kvwatch.yamlfile"},
+    {"kvwatch.config"},
     {"kvwatch.observe"},
     {"kvwatch.ownership"},
     {"kvwatch.node"},

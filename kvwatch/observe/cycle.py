@@ -15,6 +15,7 @@ from kvwatch.observe.records import (
     Launch,
     ModelConfig,
     NvmlRecord,
+    Process,
     ProcessRecord,
     VllmRecord,
 )
@@ -51,9 +52,13 @@ class Sources(Protocol):
         """A reader for one server's pages, kept between cycles."""
 
     def read_model(
-        self, launch: Launch, served_root: str | None, settings: ServerConfig | None
+        self,
+        launch: Launch,
+        process: Process | None,
+        served_root: str | None,
+        settings: ServerConfig | None,
     ) -> ModelConfig | Failure:
-        """The config.json of a server's model."""
+        """The config.json of a server's model; called for several servers at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +165,13 @@ class Observer:
             return record
         launches = self._sources.find_servers(record) if self._config.discovery else ()
         return record, tuple(
-            _Found(launch, None, self._sources.server_members(launch, record)) for launch in launches
+            _Found(
+                launch,
+                None,
+                self._sources.server_members(launch, record),
+                record.processes.get(launch.pid or 0),
+            )
+            for launch in launches
         )
 
     def _with_configured(self, found: tuple[_Found, ...]) -> tuple[_Found, ...]:
@@ -196,7 +207,7 @@ class Observer:
         self, key: str, one: _Found, page: VllmRecord | Failure
     ) -> Callable[[], ModelConfig | Failure]:
         root = page.models[0].root if isinstance(page, VllmRecord) and page.models else None
-        read = partial(self._sources.read_model, one.launch, root, one.settings)
+        read = partial(self._sources.read_model, one.launch, one.process, root, one.settings)
         server = self._servers.get(key)
         if server is None:
             return read
@@ -222,6 +233,7 @@ class _Found:
     launch: Launch
     settings: ServerConfig | None
     members: frozenset[int]
+    process: Process | None = None
 
 
 def _key(one: _Found) -> str:
@@ -250,4 +262,4 @@ def _overlay(one: _Found, settings: ServerConfig | None) -> _Found:
         return one
     overrides: Mapping[str, object] = settings.flags.given()
     launch = replace(one.launch, flags=one.launch.flags.with_changes(**overrides))
-    return _Found(launch, settings, one.members)
+    return replace(one, launch=launch, settings=settings)

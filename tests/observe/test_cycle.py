@@ -13,6 +13,7 @@ from kvwatch.observe.records import (
     Launch,
     ModelConfig,
     NvmlRecord,
+    Process,
     ProcessRecord,
     VllmRecord,
 )
@@ -65,7 +66,11 @@ class FakeSources:
         return reader
 
     def read_model(
-        self, launch: Launch, served_root: str | None, settings: ServerConfig | None
+        self,
+        launch: Launch,
+        process: Process | None,
+        served_root: str | None,
+        settings: ServerConfig | None,
     ) -> ModelConfig | Failure:
         self.asked_models.append(served_root)
         return ModelConfig("/m/config.json", LLAMA_8B, 1)

@@ -1,0 +1,97 @@
+"""`kvwatch demo`: the whole of kvwatch on an embedded node."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from dataclasses import replace
+from typing import Any
+
+from kvwatch.cli.common import EXIT_USAGE, add_log_arguments, complain, start_logging
+from kvwatch.config import Config
+from kvwatch.daemon import Daemon
+from kvwatch.demo.node import DemoNode
+from kvwatch.demo.scenario import load_scenario
+from kvwatch.export.cycle import Cycle
+from kvwatch.export.server import ExporterServer
+from kvwatch.export.text import status_text
+from kvwatch.monitor import Monitor
+
+
+def add_parser(commands: Any) -> None:
+    """The command's arguments."""
+    parser = commands.add_parser(
+        "demo",
+        help="watch an embedded node: no GPU and no vLLM needed",
+        description="Serves the page of an embedded node on which a leftover worker and a notebook take VRAM"
+        " until a restart becomes infeasible, then are killed. A round takes half a simulated hour.",
+    )
+    parser.add_argument(
+        "--web.listen-address",
+        dest="listen_address",
+        metavar="ADDRESS",
+        default="127.0.0.1:9744",
+        help="address to serve on (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--speed",
+        metavar="FACTOR",
+        type=_factor,
+        default=60.0,
+        help="simulated seconds per second (default: %(default)g: a round takes 30 s)",
+    )
+    parser.add_argument(
+        "--duration", metavar="SECONDS", type=_factor, help="end after this many real seconds"
+    )
+    add_log_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def _factor(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve the demo until interrupted; prints the status whenever the verdict changes."""
+    start_logging(args.log_level)
+    config = Config()
+    config = replace(config, web=replace(config.web, listen_addresses=(args.listen_address,)))
+    with DemoNode(load_scenario(), speed=args.speed) as node:
+        server = ExporterServer(config.web.listen_addresses, max_scrapes=config.web.max_scrapes)
+        try:
+            server.start()
+        except OSError as error:
+            complain(f"cannot serve on {args.listen_address}: {error.strerror or error}")
+            return EXIT_USAGE
+        monitor = Monitor(node, config, now=node.now, simulated=True)
+        daemon = Daemon(monitor, server, speed=args.speed, on_cycle=_Announcer(node))
+        daemon.handle_signals()
+        for address in server.addresses:
+            print(f"page: http://{address}/  metrics: http://{address}/metrics", flush=True)
+        if args.duration:
+            threading.Timer(args.duration, daemon.stop).start()
+        try:
+            daemon.run()
+        finally:
+            server.close()
+    return 0
+
+
+class _Announcer:
+    """Prints the whole status when a verdict, or the check that blocks, differs from the last one."""
+
+    def __init__(self, node: DemoNode) -> None:
+        self._node = node
+        self._last: dict[str, tuple[bool | None, str | None]] | None = None
+
+    def __call__(self, cycle: Cycle) -> None:
+        verdicts = {
+            name: (forecast.feasible, forecast.blocking_check)
+            for name, forecast in cycle.forecasts.restart.items()
+        }
+        if verdicts != self._last:
+            self._last = verdicts
+            print(f"\n--- simulated minute {self._node.minute:.1f} ---\n{status_text(cycle)}", flush=True)

@@ -1,0 +1,125 @@
+"""`kvwatch run`: the daemon."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvwatch.cli.common import (
+    EXIT_USAGE,
+    add_config_argument,
+    add_log_arguments,
+    complain,
+    config_or_complain,
+    start_logging,
+)
+from kvwatch.config import Config
+from kvwatch.daemon import Daemon
+from kvwatch.export.content import render
+from kvwatch.export.server import ExporterServer
+from kvwatch.export.textfile import write_textfile
+from kvwatch.export.webconfig import load_web_config
+from kvwatch.monitor import Monitor
+from kvwatch.observe.local import LocalSources
+from kvwatch.yamlfile import ConfigError
+
+log = logging.getLogger("kvwatch")
+
+
+def add_parser(commands: Any) -> None:
+    """The command's arguments."""
+    parser = commands.add_parser(
+        "run",
+        help="watch this node and serve the page",
+        description="Watches this node and serves the page for Prometheus.",
+    )
+    add_config_argument(parser)
+    parser.add_argument("--once", action="store_true", help="one cycle; print the page and end")
+    parser.add_argument(
+        "--textfile",
+        metavar="PATH",
+        type=Path,
+        help="also write the page to this file (with --once: instead of printing it)",
+    )
+    parser.add_argument(
+        "--web.listen-address",
+        dest="listen_addresses",
+        metavar="ADDRESS",
+        action="append",
+        help="address to serve on, repeatable; overrides web.listen_address",
+    )
+    parser.add_argument(
+        "--web.config.file",
+        dest="web_config",
+        metavar="FILE",
+        type=Path,
+        help="TLS and passwords; overrides web.config_file",
+    )
+    add_log_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Watch until told to stop. Exit code 0; 2 when the configuration or an address cannot be used."""
+    config = config_or_complain(args.config)
+    if config is None:
+        return EXIT_USAGE
+    start_logging(args.log_level)
+    config = _with_overrides(config, args)
+    monitor = Monitor(LocalSources(config.poll), config)
+    if args.once:
+        return _once(monitor, args.textfile)
+    return serve(monitor, config, textfile=args.textfile)
+
+
+def _with_overrides(config: Config, args: argparse.Namespace) -> Config:
+    web = config.web
+    if args.listen_addresses:
+        web = replace(web, listen_addresses=tuple(args.listen_addresses))
+    if args.web_config:
+        web = replace(web, config_file=args.web_config)
+    return replace(config, web=web)
+
+
+def _once(monitor: Monitor, textfile: Path | None) -> int:
+    content = render(monitor.cycle(), monitor.config)
+    monitor.close()
+    if textfile is None:
+        sys.stdout.buffer.write(content.metrics)
+        return 0
+    try:
+        write_textfile(textfile, content.metrics)
+    except OSError as error:
+        complain(f"{textfile}: {error.strerror or error}")
+        return 1
+    return 0
+
+
+def serve(monitor: Monitor, config: Config, *, textfile: Path | None = None) -> int:
+    """Serve a monitor's cycles until SIGTERM or SIGINT."""
+    try:
+        web_config = load_web_config(config.web.config_file) if config.web.config_file else None
+        server = ExporterServer(
+            config.web.listen_addresses,
+            web_config=web_config,
+            max_scrapes=config.web.max_scrapes,
+        )
+        server.start()
+    except (OSError, ConfigError) as error:
+        complain(f"cannot serve: {error}")
+        return EXIT_USAGE
+    daemon = Daemon(monitor, server, config_path=config.source, textfile=textfile)
+    if config.web.enable_reload:
+        server.on_reload = daemon.reload
+    daemon.handle_signals()
+    for address in server.addresses:
+        log.info("serving on %s", address)
+    try:
+        daemon.run()
+    finally:
+        server.close()
+    return 0

@@ -1,0 +1,21 @@
+"""Renders one cycle into everything that the server hands out."""
+
+from __future__ import annotations
+
+from kvwatch.config import Config
+from kvwatch.export.cycle import Cycle
+from kvwatch.export.document import as_json
+from kvwatch.export.html import status_page
+from kvwatch.export.page import build_page
+from kvwatch.export.server import Content
+
+
+def render(cycle: Cycle, config: Config) -> Content:
+    """The page in both formats, the JSON and the status page of one cycle."""
+    page = build_page(cycle, top=config.holders.top)
+    return Content(
+        metrics=page.text(),
+        openmetrics=page.openmetrics(),
+        snapshot=as_json(cycle).encode(),
+        status=status_page(cycle),
+    )

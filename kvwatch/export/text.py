@@ -1,0 +1,158 @@
+"""`kvwatch status` on a terminal: plain text, 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvwatch.export.cycle import Cycle
+from kvwatch.forecast.restart import RestartForecast
+from kvwatch.headroom import headroom
+from kvwatch.node import GpuState, ServerState
+from kvwatch.observe.records import VllmRecord
+from kvwatch.ownership import Owner
+from kvwatch.units import bytes_text
+
+COLUMNS = 80
+CHECK_TEXT = {
+    "configuration": "flags refused",
+    "derived_length": "length above the model's own",
+    "free_memory": "free memory on the card",
+    "kv_memory": "memory for any KV block",
+    "one_request": "room for one full request",
+    "state_slots": "state slots",
+    "sampler_warmup": "sampler warm-up",
+    "graph_capture": "CUDA graph capture",
+}
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[int] = frozenset()) -> str:
+    """Columns as wide as their widest cell; columns in `right` are flush right."""
+    lines = [tuple(headings), *[tuple(row) for row in rows]]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
+            for column, cell in enumerate(line)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def status_text(cycle: Cycle) -> str:
+    """The whole status: GPUs with owners, servers with verdicts, then what to do."""
+    snapshot = cycle.snapshot
+    parts = []
+    if snapshot.gpus:
+        parts.append(_gpus(snapshot.gpus))
+    if snapshot.servers:
+        parts.append(_servers(snapshot.servers, cycle))
+    else:
+        parts.append("no vLLM server found")
+    for server in snapshot.servers:
+        lines = list(_explanation(cycle.forecasts.restart[server.name]))
+        lines.extend(_plan_lines(cycle, server.name))
+        if lines:
+            parts.append("\n".join([f"{server.name}:", *(_wrapped(line) for line in lines)]))
+    down = [source for source in snapshot.sources if not source.up]
+    parts.extend(
+        f"{source.name}: {source.failure.detail if source.failure else 'no answer'}" for source in down
+    )
+    return "\n\n".join(parts)
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(
+        line,
+        COLUMNS,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _gpus(states: Sequence[GpuState]) -> str:
+    rows = []
+    for state in states:
+        memory = state.gpu.memory
+        rows.append(
+            (
+                state.gpu.index,
+                state.gpu.name.removeprefix("NVIDIA "),
+                bytes_text(memory.total) if memory else "?",
+                bytes_text(memory.free) if memory else "?",
+                _owners(state),
+            )
+        )
+    return table(("GPU", "NAME", "TOTAL", "FREE", "HELD BY"), rows, right=frozenset({2, 3}))
+
+
+def _owners(state: GpuState) -> str:
+    held = sorted(state.held().items(), key=lambda item: -item[1])
+    return ", ".join(
+        f"{server or owner} {bytes_text(size)}"
+        for (owner, server), size in held
+        if size or owner is Owner.SERVER
+    )
+
+
+def _servers(servers: Sequence[ServerState], cycle: Cycle) -> str:
+    rows = [_server_row(server, cycle.forecasts.restart[server.name]) for server in servers]
+    headings = ("SERVER", "GPU", "USED", "ROOM NOW", "LENGTH", "RESTART", "LONGEST", "MARGIN")
+    return table(headings, rows, right=frozenset({2, 3, 4, 6, 7}))
+
+
+def _server_row(server: ServerState, restart: RestartForecast) -> tuple[str, ...]:
+    pool = restart.situation.pool if restart.situation else None
+    engines = server.page.engines if isinstance(server.page, VllmRecord) else ()
+    rooms = [headroom(server, engine, pool) for engine in engines]
+    usages = [engine.usage for engine in engines if engine.usage is not None]
+    free = [room.free_tokens for room in rooms if room.free_tokens is not None]
+    verdict = restart.verdict
+    margins = (
+        []
+        if verdict is None
+        else [result.margin_bytes for result in verdict.checks if result.margin_bytes is not None]
+    )
+    return (
+        server.name,
+        ",".join(server.gpus) or "?",
+        f"{max(usages):.0%}" if usages else "?",
+        f"{sum(free)} tok" if free else "?",
+        str(server.max_model_len or "?"),
+        {True: "ok", False: "FAILS", None: "unknown"}[restart.feasible] if server.up else "down",
+        str(verdict.longest_length) if verdict and verdict.longest_length is not None else "?",
+        bytes_text(min(margins)) if margins else "?",
+    )
+
+
+def _explanation(restart: RestartForecast) -> Iterator[str]:
+    if restart.unknown is not None:
+        yield f"restart unknown ({restart.unknown.reason}): {restart.unknown.detail}"
+    verdict = restart.verdict
+    if verdict is None or verdict.feasible or verdict.blocking is None:
+        return
+    blocking = verdict.blocking
+    where = f" on GPU {blocking.gpu}" if blocking.gpu is not None else ""
+    missing = f": {bytes_text(-blocking.margin_bytes)} missing" if blocking.margin_bytes is not None else ""
+    yield f"a restart would fail: {CHECK_TEXT.get(blocking.check, blocking.check)}{where}{missing}"
+    if verdict.message:
+        yield f"vLLM would say: {verdict.message}"
+    for remedy in restart.remedies:
+        yield f"remedy: {remedy.text}"
+    if not restart.remedies:
+        yield "remedy: none by flags alone; more or larger GPUs, or quantized weights"
+
+
+def _plan_lines(cycle: Cycle, server: str) -> Iterator[str]:
+    for plan in cycle.forecasts.plans[server]:
+        if plan.unknown is not None:
+            yield f"plan {plan.plan.name}: unknown ({plan.unknown.reason}): {plan.unknown.detail}"
+        elif plan.verdict is not None and plan.verdict.feasible:
+            yield f"plan {plan.plan.name}: would start"
+        elif plan.verdict is not None:
+            blocking = plan.verdict.blocking
+            reason = CHECK_TEXT.get(blocking.check, blocking.check) if blocking else "?"
+            longest = plan.verdict.longest_length
+            yield f"plan {plan.plan.name}: would fail: {reason}" + (f"; longest {longest}" if longest else "")

@@ -1,0 +1,322 @@
+"""What a server's next start will find, measured on the running one, and the judging of any set of flags."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvwatch.blockmath.device import Device
+from kvwatch.blockmath.errors import Refused, Unsupported
+from kvwatch.blockmath.flags import Flags
+from kvwatch.blockmath.pool import Pool, plan_pool
+from kvwatch.blockmath.releases import Release
+from kvwatch.blockmath.startup import CheckResult, RankMemory, Verdict, judge
+from kvwatch.config import Restart
+from kvwatch.node import NodeSnapshot, ServerState
+from kvwatch.observe.records import Engine, Failure, VllmRecord
+
+CONFIGURATION = "configuration"
+"""Name of the check that fails when vLLM refuses the flags themselves (heads, block size)."""
+
+ACTIVATION_FLAGS = frozenset(
+    {
+        "attention_backend",
+        "cpu_offload_gb",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+        "dtype",
+        "enable_chunked_prefill",
+        "enable_expert_parallel",
+        "enforce_eager",
+        "hf_overrides",
+        "load_format",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "model",
+        "performance_mode",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "quantization",
+        "speculative_config",
+        "tensor_parallel_size",
+    }
+)
+"""Flags that move weights, activations or graphs: what was measured says nothing once they change."""
+
+
+NOT_IN_THE_POOL = frozenset({"gpu_memory_utilization"})
+"""Flags that move the budget only: the block arithmetic stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSite:
+    """Where one rank of the server runs, and what was measured there. Bytes.
+
+    Attributes:
+        total: as CUDA will report it.
+        free_next: what a start finds free once this server's own memory is back; None where unknown.
+        non_kv: weights, activations, graphs and the rest beside the KV cache; None where unknown.
+    """
+
+    gpu: str
+    stage: int
+    total: int
+    free_next: int | None
+    non_kv: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """One server with everything that a verdict on its next start needs.
+
+    Attributes:
+        flags: those of the next start as things stand.
+        pool: the block arithmetic of the running server.
+        basis: ``measured`` where non-KV bytes come from the running server.
+    """
+
+    server: str
+    config: Mapping[str, Any] = field(repr=False)
+    flags: Flags
+    release: Release
+    device: Device
+    pool: Pool
+    sites: tuple[RankSite, ...]
+    effective_block_size: int | None
+    basis: str
+    assumptions: tuple[str, ...]
+
+    def judge(self, changes: Flags | None = None, freed: Mapping[str, int] | None = None) -> Verdict:
+        """The verdict on a start with some flags changed and some bytes per GPU freed first.
+
+        Raises:
+            Unsupported: the arithmetic has no answer for these flags.
+        """
+        given = changes.given() if changes else {}
+        moved = sorted(
+            name for name in ACTIVATION_FLAGS & given.keys() if given[name] != getattr(self.flags, name)
+        )
+        if moved:
+            raise Unsupported(
+                "activation_unknown",
+                f"with another {', '.join(moved)} the measured non-KV memory no longer holds",
+            )
+        flags = self.flags.with_changes(**given)
+        try:
+            pool = self.pool if given.keys() <= NOT_IN_THE_POOL else self._plan(flags)
+        except Refused as refusal:
+            return refused(refusal)
+        freed = freed or {}
+        ranks = [
+            RankMemory(
+                gpu=site.gpu,
+                stage=site.stage,
+                total_bytes=site.total,
+                free_bytes=None if site.free_next is None else site.free_next + freed.get(site.gpu, 0),
+                non_kv_bytes=site.non_kv,
+            )
+            for site in self.sites
+        ]
+        return judge(pool, flags, ranks, release=self.release)
+
+    def _plan(self, flags: Flags) -> Pool:
+        block_size = None if flags.block_size else self.effective_block_size
+        return plan_pool(
+            self.config,
+            flags,
+            device=self.device,
+            release=self.release,
+            effective_block_size=block_size,
+        )
+
+
+def refused(refusal: Refused) -> Verdict:
+    """The verdict when vLLM refuses the configuration before it looks at any memory."""
+    check = "derived_length" if refusal.kind == "max_model_len_gt_derived" else CONFIGURATION
+    failed = CheckResult(check=check, gpu=None, margin_bytes=None, passed=False)
+    return Verdict(
+        feasible=False, blocking=failed, checks=(failed,), longest_length=None, message=str(refusal)
+    )
+
+
+def situation(server: ServerState, snapshot: NodeSnapshot, settings: Restart) -> Situation:
+    """Measure a running server.
+
+    Raises:
+        Unsupported: an input is missing or contradicts another; the reason is fit for a label.
+        Refused: vLLM would not take the flags that the server runs with.
+    """
+    page = _page(server)
+    release = _release(server)
+    config = _model_config(server)
+    engines = _engines(page)
+    flags, assumptions = _next_flags(server, engines[0])
+    device = _device(server, snapshot)
+    pool = plan_pool(
+        config,
+        flags,
+        device=device,
+        release=release,
+        effective_block_size=None if flags.block_size else engines[0].block_size,
+    )
+    _check_against_server(pool, server, engines)
+    sites = _sites(server, snapshot, flags, pool, engines, settings)
+    if any(site.free_next is None for site in sites):
+        raise Unsupported("own_memory_unknown", "the memory that the server itself holds cannot be read")
+    return Situation(
+        server=server.name,
+        config=config,
+        flags=flags,
+        release=release,
+        device=device,
+        pool=pool,
+        sites=sites,
+        effective_block_size=engines[0].block_size,
+        basis="measured",
+        assumptions=assumptions,
+    )
+
+
+def _page(server: ServerState) -> VllmRecord:
+    if isinstance(server.page, Failure):
+        raise Unsupported("server_down", server.page.detail)
+    return server.page
+
+
+def _release(server: ServerState) -> Release:
+    if server.release is None:
+        raise Unsupported("version_unknown", "the server's /version gave no release that kvwatch can read")
+    return server.release
+
+
+def _model_config(server: ServerState) -> Mapping[str, Any]:
+    if isinstance(server.model_config, Failure):
+        raise Unsupported("model_config_unreadable", server.model_config.detail)
+    return server.model_config.config
+
+
+def _engines(page: VllmRecord) -> tuple[Engine, ...]:
+    if not page.engines or any(engine.num_blocks is None for engine in page.engines):
+        raise Unsupported("no_cache_info", "the server's page does not tell its number of KV blocks")
+    return page.engines
+
+
+def _next_flags(server: ServerState, engine: Engine) -> tuple[Flags, tuple[str, ...]]:
+    """The flags of the next start: the command line's, and where it is silent what the server runs with."""
+    given = server.launch.flags
+    running: dict[str, Any] = {
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "max_model_len": server.max_model_len,
+        "kv_cache_dtype": engine.cache_dtype,
+    }
+    if server.launch.pid is None:
+        running["kv_cache_memory_bytes"] = engine.kv_cache_memory_bytes
+        running["num_gpu_blocks_override"] = engine.num_blocks_override
+    filled = {
+        name: value for name, value in running.items() if value is not None and getattr(given, name) is None
+    }
+    assumptions = tuple(f"{name} {value}: read from the running server" for name, value in filled.items())
+    return given.with_changes(**filled), assumptions
+
+
+def _device(server: ServerState, snapshot: NodeSnapshot) -> Device:
+    if not server.gpus:
+        raise Unsupported("gpu_unknown", "no GPU memory held by this server was seen")
+    state = snapshot.gpu(server.gpus[0])
+    if state is None or state.gpu.memory is None:
+        raise Unsupported("gpu_memory_unknown", f"GPU {server.gpus[0]} does not tell its memory")
+    memory = state.gpu.memory
+    return Device(state.gpu.name, memory.total - (memory.reserved or 0), state.gpu.capability)
+
+
+def _check_against_server(pool: Pool, server: ServerState, engines: tuple[Engine, ...]) -> None:
+    """The server's own max_concurrency must be what this arithmetic gives for its number of blocks.
+
+    Raises:
+        Unsupported: it is not, so the layout worked out from config.json is not the server's.
+    """
+    length = server.max_model_len
+    if length is None:
+        return
+    per_request = sum(pool.blocks_per_request(length))
+    for engine in engines:
+        told, blocks = engine.max_concurrency, engine.num_blocks
+        if told is None or blocks is None or not per_request:
+            continue
+        if not math.isclose(told, blocks / per_request, rel_tol=1e-6):
+            raise Unsupported(
+                "layout_mismatch",
+                f"the server reports room for {told:g} requests of {length} tokens, "
+                f"the arithmetic for this model gives {blocks / per_request:g}",
+            )
+
+
+def _sites(
+    server: ServerState,
+    snapshot: NodeSnapshot,
+    flags: Flags,
+    pool: Pool,
+    engines: tuple[Engine, ...],
+    settings: Restart,
+) -> tuple[RankSite, ...]:
+    per_engine = flags.tp * flags.pp
+    expected = per_engine * len(engines)
+    if len(server.gpus) != expected:
+        raise Unsupported(
+            "ranks_mismatch",
+            f"the server has {expected} ranks, memory of it was seen on {len(server.gpus)} GPUs",
+        )
+    return tuple(
+        _site(
+            server,
+            snapshot,
+            index,
+            flags,
+            pool,
+            rank % per_engine // flags.tp,
+            engines[rank // per_engine],
+            settings,
+        )
+        for rank, index in enumerate(server.gpus)
+    )
+
+
+def _site(
+    server: ServerState,
+    snapshot: NodeSnapshot,
+    index: str,
+    flags: Flags,
+    pool: Pool,
+    stage: int,
+    engine: Engine,
+    settings: Restart,
+) -> RankSite:
+    state = snapshot.gpu(index)
+    if state is None or state.gpu.memory is None:
+        raise Unsupported("gpu_memory_unknown", f"GPU {index} does not tell its memory")
+    memory = state.gpu.memory
+    total = memory.total - (memory.reserved or 0)
+    own = state.held_by_server(server.name)
+    free_next = None
+    if own is not None:
+        start_cost = settings.cuda_context + (settings.nccl if flags.tp * flags.pp > 1 else 0)
+        free_next = memory.free + own - start_cost
+    return RankSite(index, stage, total, free_next, _non_kv(total, own, pool.bytes_per_block[stage], engine))
+
+
+def _non_kv(total: int, own: int | None, bytes_per_block: int, engine: Engine) -> int | None:
+    """Bytes beside the KV cache, to within a block.
+
+    What the budget left after the pool. Where the pool's size was told outright (``--kv-cache-memory-bytes``,
+    ``--num-gpu-blocks-override``) the budget says nothing; what the processes hold beside the pool stands in.
+    """
+    if engine.num_blocks is None:
+        return None
+    pool_bytes = engine.num_blocks * bytes_per_block
+    if engine.kv_cache_memory_bytes or engine.num_blocks_override:
+        return None if own is None else max(0, own - pool_bytes)
+    if engine.gpu_memory_utilization is None:
+        return None
+    return max(0, math.ceil(total * engine.gpu_memory_utilization) - pool_bytes)

@@ -1,0 +1,65 @@
+"""Observe, join, forecast: one cycle after another, with nothing carried over but counters."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from kvwatch.config import Config
+from kvwatch.export.cycle import Cycle, SelfState
+from kvwatch.forecast.bundle import forecast
+from kvwatch.node import join
+from kvwatch.observe.cycle import Observer, Sources
+
+
+class Monitor:
+    """Runs cycles over one set of sources."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        config: Config,
+        *,
+        now: Callable[[], float] = time.time,
+        simulated: bool = False,
+    ) -> None:
+        self._observer = Observer(sources, config, now=now)
+        self._now = now
+        self._simulated = simulated
+        self._cycles = 0
+        self._errors: Counter[tuple[str, str]] = Counter()
+        self._reload_successful = True
+        self._reload_time = now()
+        self.config = config
+
+    def cycle(self) -> Cycle:
+        """Look once and judge what was seen."""
+        begun = time.monotonic()
+        observation = self._observer.observe()
+        snapshot = join(observation, self.config)
+        forecasts = forecast(snapshot, self.config)
+        self._cycles += 1
+        self._errors.update((failure.source, failure.reason) for failure in snapshot.failures)
+        self._errors.update(("node", "sum_exceeds_used") for state in snapshot.gpus if state.inconsistent)
+        own = SelfState(
+            cycles=self._cycles,
+            cycle_seconds=time.monotonic() - begun,
+            errors=dict(self._errors),
+            reload_successful=self._reload_successful,
+            reload_time=self._reload_time,
+            simulated=self._simulated,
+        )
+        return Cycle(snapshot, forecasts, own)
+
+    def reconfigure(self, config: Config | None) -> None:
+        """Use another configuration from the next cycle on; None says that a reload was refused."""
+        self._reload_successful = config is not None
+        if config is not None:
+            self.config = config
+            self._reload_time = self._now()
+            self._observer.reconfigure(config)
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._observer.close()

@@ -1,0 +1,78 @@
+"""The sources of the node that kvwatch itself runs on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvwatch.config import Poll, ServerConfig
+from kvwatch.observe.launch import LaunchSource, server_members
+from kvwatch.observe.models import ModelSource
+from kvwatch.observe.nvml import NvmlSource
+from kvwatch.observe.processes import ProcessSource
+from kvwatch.observe.records import (
+    Failure,
+    Launch,
+    ModelConfig,
+    NvmlRecord,
+    Process,
+    ProcessRecord,
+)
+from kvwatch.observe.vllm import VllmSource
+
+
+class LocalSources:
+    """NVML, /proc, loopback HTTP and the local disk. Implements `kvwatch.observe.cycle.Sources`."""
+
+    def __init__(self, poll: Poll) -> None:
+        self._poll = poll
+        self._nvml = NvmlSource()
+        self._processes = ProcessSource()
+        self._launches = LaunchSource()
+        self._models: dict[str | None, ModelSource] = {}
+
+    def read_nvml(self) -> NvmlRecord | Failure:
+        """All GPUs and the processes on them."""
+        return self._nvml.read()
+
+    def read_processes(self) -> ProcessRecord | Failure:
+        """All processes of the node."""
+        return self._processes.read()
+
+    def find_servers(self, processes: ProcessRecord) -> tuple[Launch, ...]:
+        """The vLLM servers among them."""
+        return self._launches.read(processes)
+
+    def server_members(self, launch: Launch, processes: ProcessRecord) -> frozenset[int]:
+        """The pids that belong to one server."""
+        return server_members(launch, processes)
+
+    def open_vllm(self, base_url: str, settings: ServerConfig | None) -> VllmSource:
+        """A reader for one server's pages."""
+        token = None
+        verify: bool | str = True
+        if settings is not None:
+            token = settings.token_file.read_text(encoding="utf-8").strip() if settings.token_file else None
+            verify = str(settings.ca_file) if settings.ca_file else not settings.insecure_skip_verify
+        return VllmSource(
+            base_url,
+            token=token,
+            verify=verify,
+            connect_timeout=self._poll.vllm_connect_timeout,
+            deadline=self._poll.vllm_timeout,
+        )
+
+    def read_model(
+        self,
+        launch: Launch,
+        process: Process | None,
+        served_root: str | None,
+        settings: ServerConfig | None,
+    ) -> ModelConfig | Failure:
+        """The config.json of a server's model: as configured, else as the server was told."""
+        # One source per server: a source serves one thread, and one model on a dead NFS mount may hang.
+        source = self._models.setdefault(launch.base_url, ModelSource())
+        configured = settings.model_config if settings is not None else None
+        if configured is None:
+            return source.read(launch, served_root, process)
+        folder = configured.parent if configured.is_file() else configured
+        return source.read(replace(launch, model=str(folder.absolute()), pid=None))

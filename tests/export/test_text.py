@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from kvwatch.blockmath.flags import Flags
+from kvwatch.config import GIB, Config, Plan
+from kvwatch.export.text import status_text, table
+from kvwatch.observe.records import Failure
+from tests.export.test_page import NOTEBOOK, cycle
+from tests.nodes import observation, process, server, serving_node
+
+
+def test_columns_line_up() -> None:
+    text = table(("A", "NUMBER"), [("x", "1"), ("long", "22")], right=frozenset({1}))
+    assert text.splitlines() == ["A     NUMBER", "x          1", "long      22"]
+
+
+def test_a_feasible_node_in_two_tables() -> None:
+    lines = status_text(cycle(serving_node((NOTEBOOK, GIB)))).splitlines()
+    assert lines[0].split() == ["GPU", "NAME", "TOTAL", "FREE", "HELD", "BY"]
+    assert "llama 73.0 GiB, foreign 1.00 GiB" in lines[1]
+    assert lines[3].split()[0] == "SERVER"
+    assert lines[4].split()[:7] == ["llama", "0", "10%", "374384", "tok", "32768", "ok"]
+
+
+def test_an_infeasible_restart_says_why_and_what_to_do() -> None:
+    text = status_text(cycle(serving_node((NOTEBOOK, 8 * GIB), own=70 * GIB)))
+    joined = " ".join(text.split())
+    assert "FAILS" in text
+    assert "a restart would fail: free memory on the card on GPU 0: 2.15 GiB missing" in joined
+    assert "vLLM would say: Free memory on device" in joined
+    assert "remedy: stop foreign ipykernel_launcher of dana (pid 900, 8.00 GiB on GPU 0)" in joined
+    assert "remedy: --gpu-memory-utilization 0.88 instead of 0.92" in joined
+    assert all(
+        len(line) <= 80
+        for line in text.splitlines()
+        if not line.startswith(("GPU", "0 ", "SERVER", "llama "))
+    )
+
+
+def test_an_unknown_verdict_says_what_is_missing() -> None:
+    down = server(page=Failure("vllm", "connection_refused", "nothing listens on 127.0.0.1:8000"))
+    text = status_text(cycle(observation((), (process(1, "x"),), (down,))))
+    assert "down" in text
+    assert "restart unknown (server_down): nothing listens on 127.0.0.1:8000" in " ".join(text.split())
+
+
+def test_plans_are_told_beside() -> None:
+    config = Config(
+        plans=(
+            Plan("longer", None, Flags(max_model_len=65536)),
+            Plan("too-long", None, Flags(max_model_len=131072)),
+            Plan("half-batch", None, Flags(max_num_seqs=8)),
+        )
+    )
+    text = " ".join(status_text(cycle(serving_node(num_blocks=6000), config)).split())
+    assert "plan longer: would start" in text
+    assert "plan too-long: would fail: room for one full request; longest 95984" in text
+    assert "plan half-batch: unknown (activation_unknown)" in text
+
+
+def test_a_node_without_servers_or_nvml() -> None:
+    text = status_text(cycle(observation(Failure("nvml", "library_not_found", "no libnvidia-ml.so.1"))))
+    assert "no vLLM server found" in text
