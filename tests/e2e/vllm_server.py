@@ -6,19 +6,21 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.waiting import free_port, wait_until
 
-READY_SECONDS = 300.0
-"""A start takes 26 to 44 s on an idle machine of two cores, with data parallelism 104 s."""
+READY_SECONDS = 600.0
+"""A start takes 26 to 44 s on two idle cores, 104 s with two engines, and several times that on busy ones."""
 
 GONE_SECONDS = 30.0
 
@@ -73,15 +75,23 @@ class FailedStart:
 
 
 class VllmServer:
-    """One `vllm serve` process tree in a session of its own."""
+    """One `vllm serve` process tree in a session of its own, ended by leaving the `with` block."""
 
-    def __init__(self, venv: Path, model: Path, directory: Path, flags: Sequence[str] = ()) -> None:
-        """Start the server without waiting for it. Its log goes to a file in ``directory``."""
+    def __init__(
+        self, venv: Path, model: Path, directory: Path, flags: Sequence[str] = (), *, port: int | None = None
+    ) -> None:
+        """Start the server without waiting for it. Its log goes to a file in ``directory``.
+
+        Args:
+            flags: on top of BASE_FLAGS; of a flag given twice the last one counts.
+            port: that of a server which it takes the place of; a free one without it.
+        """
+        self.port = port or free_port()
+        self.name = f"tiny-{self.port}"
         self.model = model
-        self.flags = (*BASE_FLAGS, *flags)
-        self.port = free_port()
+        self.flags = ("--served-model-name", self.name, *BASE_FLAGS, *flags)
         self.base_url = f"http://127.0.0.1:{self.port}"
-        self.log = directory / f"vllm-{self.port}.log"
+        self.log = Path(tempfile.mkstemp(".log", f"vllm-{self.port}-", directory)[1])
         environment = {name: value for name, value in os.environ.items() if name not in UNWANTED}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -92,6 +102,12 @@ class VllmServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def __enter__(self) -> VllmServer:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.kill()
 
     def _address(self) -> tuple[str, ...]:
         return ("--host", "127.0.0.1", "--port", str(self.port))
@@ -154,30 +170,15 @@ class VllmServer:
         """End the server as an operator would (SIGTERM), if it still runs, and return its exit code."""
         if self._process.poll() is None:
             self._process.terminate()
-        try:
-            return self._process.wait(GONE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise
-        finally:
-            self._bury()
+        return self._process.wait(GONE_SECONDS)
 
     def kill(self) -> None:
-        """End the whole tree at once (SIGKILL)."""
-        self._bury()
-        self._process.wait(GONE_SECONDS)
-
-    def kill_parent(self) -> None:
-        """End the parent alone (SIGKILL), as the kernel's out-of-memory killer does; children may survive."""
-        self._process.kill()
-        self._process.wait(GONE_SECONDS)
-
-    def _bury(self) -> None:
-        # Children outlive a killed parent, but never leave its session.
+        """End the whole tree at once (SIGKILL), with children that outlived their parent."""
         members = [process for process in psutil.process_iter() if _session(process.pid) == self.pid]
         for process in members:
             process.send_signal(signal.SIGKILL)
         psutil.wait_procs([process for process in members if process.pid != self.pid], GONE_SECONDS)
+        self._process.wait(GONE_SECONDS)
 
     def log_text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -199,11 +200,16 @@ class VllmServer:
         response.raise_for_status()
         return response.json()
 
-    def metrics(self) -> str:
-        """The server's own /metrics page."""
+    def cache_config(self) -> dict[str, Mapping[str, str]]:
+        """The labels of the server's own cache_config_info, by engine. Values are Python's reprs."""
         response = requests.get(f"{self.base_url}/metrics", timeout=10)
         response.raise_for_status()
-        return response.text
+        return {
+            sample.labels["engine"]: sample.labels
+            for family in text_string_to_metric_families(response.text)
+            for sample in family.samples
+            if sample.name == "vllm:cache_config_info"
+        }
 
     def max_model_len(self) -> int:
         """As /v1/models says."""
