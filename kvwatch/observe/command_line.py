@@ -267,7 +267,7 @@ class _Scan:
         name, attached_short = _resolve(written)
         if name is None:
             self._note_unknown(written)
-            return 0 if given is not None else len(_arguments(rest, most=1))
+            return 0 if given is not None else len(_arguments(rest, most=len(rest)))
         given = attached_short if attached_short is not None else given
         return self._store(name, given, rest)
 
@@ -329,7 +329,8 @@ def _is_argument(word: str) -> bool:
     """Whether a word is a value rather than a flag, by argparse's rules."""
     if not word.startswith("-") or word == "-" or _NUMBER.match(word):
         return True
-    return " " in word and _resolve(word.partition("=")[0])[0] is None
+    written = word.partition("=")[0]
+    return " " in word and "." not in written and _resolve(written)[0] is None
 
 
 def _arguments(rest: Sequence[str], *, most: int) -> list[str]:

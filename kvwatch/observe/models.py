@@ -1,4 +1,4 @@
-"""A model's ``config.json``, found where its server finds it: a directory or a hub's cache, never the network."""
+"""A model's ``config.json``, where its server finds it: a directory or a hub's cache, never the network."""
 
 from __future__ import annotations
 
