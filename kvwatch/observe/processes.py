@@ -51,14 +51,14 @@ def python_arguments(argv: Sequence[str]) -> tuple[str, str, tuple[str, ...]] | 
     if not argv or not _PYTHON.match(basename(argv[0])):
         return None
     position = 1
-    while position < len(argv) and argv[position].startswith("-") and argv[position] != "-":
+    while position < len(argv) and argv[position].startswith("-") and len(argv[position]) > 1:
         option = argv[position]
         position += 1
         if option in _PYTHON_OPTIONS_WITH_VALUE:
             position += 1
         elif not option.startswith("--") and (found := re.search(r"^-[A-VY-Za-z]*?([cm])(.*)$", option)):
             return _program_option(found[1], found[2], argv[position:])
-    if position >= len(argv):
+    if position >= len(argv) or argv[position] == "-":
         return "interpreter", "", ()
     return "script", argv[position], tuple(argv[position + 1 :])
 
