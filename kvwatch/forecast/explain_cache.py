@@ -1,0 +1,407 @@
+"""Starts that failed on the KV cache: too small for a request, for a state slot per sequence, or not "
+"there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from kvwatch.forecast.diagnosis import (
+    SHOW_HOLDERS,
+    Advice,
+    Diagnosis,
+    Draft,
+    FailedStart,
+    Rule,
+    gib,
+    length_flag,
+    more_gpus,
+    quantized_weights,
+    share_down,
+    smallest_useful_cache,
+)
+
+
+def _auto_length(s: FailedStart) -> Advice | None:
+    if s.before(0, 14):
+        return None
+    return Advice(
+        "Lets vLLM find the longest length that fits at each start (0.14 and later); it can change from "
+        "start to start.",
+        ("--max-model-len", "auto"),
+    )
+
+
+def kv_needed_gt_available(s: FailedStart) -> Diagnosis:
+    """One request of the longest length does not fit into the KV cache."""
+    length, need, available = (s.finding.number(name) for name in ("max_model_len", "need_gib", "avail_gib"))
+    assert length is not None
+    assert need is not None
+    assert available is not None
+    draft = Draft(
+        s,
+        f"One request of {int(length)} tokens does not fit into the KV cache.",
+        f"It needs {gib(need)} of KV cache per GPU; {gib(available)} are available, {gib(need - available)} "
+        "too little.",
+        _override_note(s),
+        _pipeline_note(s),
+    )
+    if available <= 0 and not _tiny(s):
+        return _nothing_left(s, draft, -available).done()
+    draft.add(_shorter(s, length, need, available))
+    draft.add(*_narrower_cache(s, need / available if available else math.inf, length))
+    if s.flags.num_gpu_blocks_override is not None:
+        draft.add(
+            Advice(
+                "Drop --num-gpu-blocks-override, or raise it: it, not the memory, sets the size of the cache."
+            )
+        )
+    if s.flags.kv_cache_memory_bytes is not None:
+        draft.add(_larger_kv_bytes(s, need))
+    draft.add(s.raised_utilization(need - available), *_graph_remedies(s))
+    draft.add(_upgrade_for_pipeline(s), _auto_length(s), more_gpus(s))
+    return draft.done()
+
+
+def _tiny(s: FailedStart) -> bool:
+    """Whether sizes are so small that the log's two decimals round them to nothing."""
+    return s.finding.number("est_len") is not None
+
+
+def _override_note(s: FailedStart) -> str | None:
+    if s.flags.num_gpu_blocks_override is None:
+        return None
+    return (
+        f"The cache has {s.flags.num_gpu_blocks_override} blocks because --num-gpu-blocks-override says so; "
+        "from 0.29 one of them is kept back."
+    )
+
+
+def _pipeline_note(s: FailedStart) -> str | None:
+    if _over_counts_pipeline(s):
+        return (
+            f"vLLM {s.version} compares the whole model's need with one pipeline stage's memory, so the need "
+            "it prints is too large."
+        )
+    return None
+
+
+def _over_counts_pipeline(s: FailedStart) -> bool:
+    return s.flags.pp > 1 and s.since(0, 14) and s.before(0, 17)
+
+
+def _upgrade_for_pipeline(s: FailedStart) -> Advice | None:
+    if not _over_counts_pipeline(s):
+        return None
+    return Advice("Upgrade to vLLM 0.17 or later, which counts each pipeline stage by itself.")
+
+
+def _shorter(s: FailedStart, length: float, need: float, available: float) -> Advice | None:
+    printed = s.finding.number("est_len")
+    lengths = [value for finding in s.same_kind() if (value := finding.number("est_len")) is not None]
+    if printed is not None and printed >= 1:
+        tokens = min(lengths)
+        text = f"The longest length that fits by vLLM's own count: {int(tokens)} of {int(length)} tokens."
+    else:
+        tokens = 16 * int(length * (available - 0.005) / (need + 0.005) / 16)
+        if tokens < 16:
+            return None
+        text = (
+            f"About the longest length that fits: {gib(available)} of the {gib(need)} that {int(length)} "
+            "tokens take (exact where every layer is full attention)."
+        )
+    arguments: tuple[str, ...] = length_flag(tokens)
+    slots = _state_slots(s, need, available, length)
+    if slots is not None:
+        text += (
+            f" The model keeps one state slot per sequence: with this little memory {slots} sequences are "
+            f"certain to fit, not {s.max_num_seqs}."
+        )
+        arguments += ("--max-num-seqs", str(slots))
+    return Advice(text, arguments)
+
+
+def _state_slots(s: FailedStart, need: float, available: float, length: float) -> int | None:
+    """Sequences that are certain to have a state slot, where that is fewer than the server would take.
+
+    A hybrid's need is at least ``ceil(length / block) + 1`` blocks, which bounds the block from above and the
+    number of blocks from below. Without CUDA graphs vLLM does not check the slots.
+    """
+    block = s.hybrid_block_tokens
+    if block is None or s.flags.enforce_eager:
+        return None
+    blocks = int((math.ceil(length / block) + 1) * (available - 0.005) / (need + 0.005))
+    return max(blocks, 1) if blocks < s.max_num_seqs else None
+
+
+def _narrower_cache(s: FailedStart, shortage: float, length: float) -> tuple[Advice | str | None, ...]:
+    """fp8 for the KV cache, where halving it is enough or lets a longer length fit."""
+    if s.fp8_cache:
+        return (f"--kv-cache-dtype fp8: the cache is {s.flags.kv_cache_dtype} already.",)
+    if s.hybrid_block_tokens is not None:
+        return (
+            Advice(
+                "Halves the attention layers' KV cache; the state of the mamba layers stays as it is, so how "
+                "much it brings depends on the model.",
+                ("--kv-cache-dtype", "fp8"),
+            ),
+        )
+    if shortage <= 2:
+        return (
+            Advice(
+                f"Halves the KV cache, which is enough for {int(length)} tokens (slight loss of accuracy; "
+                "needs a GPU and an attention backend with fp8).",
+                ("--kv-cache-dtype", "fp8"),
+            ),
+        )
+    if math.isinf(shortage):
+        return ()
+    alone = (
+        f"--kv-cache-dtype fp8 alone: it halves the need, but {shortage:.1f} times the available memory is "
+        "needed. Together with a shorter length it doubles what fits."
+    )
+    return (alone,)
+
+
+def _larger_kv_bytes(s: FailedStart, need: float) -> Advice:
+    given = (s.flags.kv_cache_memory_bytes or 0) / 2**30
+    wanted = math.ceil(need * 100 + 1) / 100
+    return Advice(
+        f"Raise it from {gib(given)} to a little over the need, if the card has that much free beside the "
+        "weights.",
+        ("--kv-cache-memory-bytes", str(math.ceil(wanted * 1.02 * 2**30 / 2**20) * 2**20)),
+    )
+
+
+def max_seq_len_gt_kv_tokens(s: FailedStart) -> Diagnosis:
+    """The V0 engine's wording of the same."""
+    length, tokens = s.finding.number("max_model_len"), s.finding.number("kv_tokens")
+    assert length is not None
+    assert tokens is not None
+    draft = Draft(
+        s,
+        f"The KV cache holds {int(tokens)} tokens, fewer than the {int(length)} of one longest request.",
+        _v0_memory(s),
+    )
+    if tokens <= 0:
+        return _nothing_left(s, draft, None).done()
+    draft.add(
+        Advice(
+            f"As many tokens as the cache holds ({int(tokens)} of {int(length)}).",
+            length_flag(tokens),
+        )
+    )
+    draft.add(*_narrower_cache(s, length / tokens, length))
+    available = s.available_gib
+    if available is not None and available > 0:
+        draft.add(s.raised_utilization(available * (length / tokens - 1)))
+    else:
+        draft.add(
+            Advice(
+                f"Give the KV cache {length / tokens:.2f} times its memory: raise --gpu-memory-utilization, "
+                "as far as the card is free; the log does not say how much memory that is."
+            )
+        )
+    if s.before(0, 8) and not s.flags.enable_chunked_prefill:
+        draft.add(
+            Advice(
+                "Chunks long prompts, so that profiling no longer runs one of full length and the activation "
+                "peak shrinks (on by default above 32k tokens in these releases).",
+                ("--enable-chunked-prefill",),
+            )
+        )
+    return draft.add(more_gpus(s)).done()
+
+
+def _v0_memory(s: FailedStart) -> str | None:
+    if s.available_gib is None or s.weights_gib is None:
+        return None
+    return f"The weights took {gib(s.weights_gib)}; {gib(s.available_gib)} were left for the KV cache."
+
+
+def no_available_memory_for_blocks(s: FailedStart) -> Diagnosis:
+    """The budget is used up before the first block."""
+    available = s.available_gib
+    requested = s.flags.kv_cache_memory_bytes
+    if requested is not None:
+        return (
+            Draft(
+                s,
+                "The KV cache was given less memory than it needs for its first blocks.",
+                f"--kv-cache-memory-bytes is {requested}; one block is kept back, a second one must fit.",
+            )
+            .add(
+                Advice("Drop --kv-cache-memory-bytes: the server then takes what the budget leaves."),
+                s.raised_utilization(0),
+            )
+            .done()
+        )
+    draft = Draft(
+        s,
+        "Nothing of the memory budget is left for the KV cache.",
+        available is not None and f"After weights, activations and CUDA graphs {gib(available)} remain.",
+        s.weights_gib is not None and f"The weights take {gib(s.weights_gib)} per GPU.",
+        _foreign_note(s),
+    )
+    return _nothing_left(s, draft, None if available is None else max(-available, 0)).done()
+
+
+def _nothing_left(s: FailedStart, draft: Draft, missing: float | None) -> Draft:
+    """Remedies where the KV cache gets nothing: the length is not what to change."""
+    draft.add(*_graph_remedies(s), _release_foreign(s))
+    if missing is None:
+        draft.add(_unmeasured_utilization(s))
+    else:
+        draft.add(s.raised_utilization(missing + smallest_useful_cache(s)))
+    draft.add(
+        Advice(
+            "Smaller batches in the profile, so a smaller activation peak.",
+            ("--max-num-batched-tokens", "2048", "--max-num-seqs", "64"),
+        ),
+        quantized_weights(),
+        more_gpus(s),
+        "A shorter --max-model-len: there is no memory for even one block, whatever the length.",
+    )
+    if not s.fp8_cache:
+        draft.add("--kv-cache-dtype fp8: half of nothing is nothing.")
+    return draft
+
+
+def _unmeasured_utilization(s: FailedStart) -> Advice | str | None:
+    if s.graphs_ate_the_card:
+        return s.raised_utilization(0)
+    if s.utilization is not None and s.utilization >= 0.95:
+        return f"Raising --gpu-memory-utilization: {s.utilization:g} leaves just enough for the CUDA context."
+    return Advice(
+        "Raise --gpu-memory-utilization, as far as the card is free; the log does not say how much is "
+        "missing (with VLLM_LOGGING_LEVEL=DEBUG it does)."
+    )
+
+
+def _foreign_note(s: FailedStart) -> str | None:
+    if s.before(0, 9, 2):
+        return (
+            f"vLLM {s.version} counts memory of other processes on the GPU as its own non-torch memory, so "
+            "they shrink the KV cache directly."
+        )
+    return None
+
+
+def _release_foreign(s: FailedStart) -> Advice | None:
+    if s.before(0, 9, 2):
+        return Advice("Stop what else holds memory on the GPU.", command=SHOW_HOLDERS)
+    return None
+
+
+def _graph_remedies(s: FailedStart) -> tuple[Advice | None, ...]:
+    if not s.graphs_ate_the_card:
+        return ()
+    return (
+        Advice(
+            f"Stops setting the estimated {gib(s.graph_estimate_gib or 0)} aside; lower the utilization by a "
+            "few hundredths so that the graphs still find room.",
+            environment=("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0",),
+        ),
+        Advice("Captures graphs for fewer batch sizes.", ("--max-cudagraph-capture-size", "64")),
+        Advice("Captures no CUDA graphs at all (slower decoding).", ("--enforce-eager",)),
+    )
+
+
+def auto_fit_failed(s: FailedStart) -> Diagnosis:
+    """`--max-model-len auto` found no length at all."""
+    draft = Draft(s, "Not even one token fits into the KV cache, so no length could be chosen.")
+    if s.flags.kv_cache_memory_bytes is not None:
+        draft.add(
+            Advice(
+                f"Raise it: {s.flags.kv_cache_memory_bytes} bytes do not hold the two blocks that the "
+                "smallest request takes. Or drop it.",
+                ("--kv-cache-memory-bytes", "1G"),
+            ),
+            s.raised_utilization(0),
+        )
+        return draft.done()
+    missing = None if s.available_gib is None else max(-s.available_gib, 0)
+    return _nothing_left(s, draft, missing).done()
+
+
+def mamba_blocks_lt_max_num_seqs(s: FailedStart) -> Diagnosis:
+    """Fewer state slots than sequences."""
+    seqs, blocks = s.finding.number("max_num_seqs"), s.finding.number("mamba_blocks")
+    blocks = min((b for f in s.same_kind() if (b := f.number("mamba_blocks")) is not None), default=blocks)
+    assert blocks is not None
+    draft = Draft(
+        s,
+        f"The model keeps one state slot per sequence and only {int(blocks)} fit"
+        + (f", fewer than max_num_seqs {int(seqs)}." if seqs is not None else "."),
+        "Each slot is one block of the KV pool; CUDA graphs are captured for max_num_seqs sequences.",
+    )
+    draft.add(
+        Advice("As many sequences as there are slots.", ("--max-num-seqs", str(int(blocks))))
+        if blocks >= 1
+        else None
+    )
+    if seqs is not None and s.available_gib is not None and s.available_gib > 0 and blocks:
+        draft.add(s.raised_utilization(s.available_gib * (seqs / blocks - 1)))
+    draft.add("A shorter --max-model-len: the number of blocks does not depend on it.")
+    return draft.done()
+
+
+def kv_allocation_gt_free(s: FailedStart) -> Diagnosis:
+    """CPU backend: the KV cache asked for is larger than the memory that is free."""
+    wanted, free, total = (s.finding.number(name) for name in ("kv_gib", "free_gib", "total_gib"))
+    assert wanted is not None
+    assert free is not None
+    if wanted <= 0:
+        return (
+            Draft(
+                s,
+                "Nothing of the memory budget is left for the KV cache (CPU backend).",
+                f"The weights and the rest take {gib(-wanted)} more than the budget.",
+            )
+            .add(
+                _cpu_utilization(s, wanted, free, total),
+                "A shorter --max-model-len: there is no memory for even one block.",
+            )
+            .done()
+        )
+    room = math.floor(max(free - 1, 0))
+    return (
+        Draft(
+            s,
+            "The KV cache asked for is larger than the memory that is free (CPU backend).",
+            f"{gib(wanted)} were asked for, {gib(free)} are free.",
+        )
+        .add(
+            Advice(f"Fits into the {gib(free)} that are free.", ("--kv-cache-memory-bytes", f"{room}G"))
+            if room >= 1
+            else None,
+            Advice("Free memory of the host, or raise the container's limit."),
+            "Raising --gpu-memory-utilization: the memory is not there.",
+        )
+        .done()
+    )
+
+
+def _cpu_utilization(s: FailedStart, wanted: float, free: float, total: float | None) -> Advice | str:
+    requested = s.finding.number("requested_gib")
+    if not total or requested is None:
+        return Advice(
+            "Raise --gpu-memory-utilization; on the CPU backend it is the share of the host's memory."
+        )
+    share = math.ceil((requested - wanted + 1) / total * 100) / 100
+    if share > share_down(free, total):
+        return f"Raising --gpu-memory-utilization to {share:.2f}: only {gib(free)} of {gib(total)} are free."
+    return Advice(
+        "Gives the KV cache about 1 GiB (on the CPU backend this is the share of the host's memory).",
+        ("--gpu-memory-utilization", f"{share:.2f}"),
+    )
+
+
+RULES: Mapping[str, Rule] = {
+    "kv_needed_gt_available": kv_needed_gt_available,
+    "max_seq_len_gt_kv_tokens": max_seq_len_gt_kv_tokens,
+    "no_available_memory_for_blocks": no_available_memory_for_blocks,
+    "auto_fit_failed": auto_fit_failed,
+    "mamba_blocks_lt_max_num_seqs": mamba_blocks_lt_max_num_seqs,
+    "kv_allocation_gt_free": kv_allocation_gt_free,
+}
