@@ -13,7 +13,7 @@ from types import FrameType
 from kvwatch.config import Config, load
 from kvwatch.export.content import render
 from kvwatch.export.cycle import Cycle
-from kvwatch.export.server import ExporterServer
+from kvwatch.export.server import Content
 from kvwatch.export.textfile import write_textfile
 from kvwatch.monitor import Monitor
 from kvwatch.yamlfile import ConfigError
@@ -22,18 +22,18 @@ log = logging.getLogger("kvwatch")
 
 
 class Daemon:
-    """Runs a monitor's cycles until told to stop, and publishes each one.
+    """Runs a monitor's cycles until told to stop.
 
     Args:
         config_path: read again on reload; None keeps the configuration for good.
         textfile: where the page is also written, for node_exporter's textfile collector.
         speed: how many times faster than real time cycles follow each other (demo).
+        on_cycle: called with each finished cycle, after it was published.
     """
 
     def __init__(
         self,
         monitor: Monitor,
-        server: ExporterServer | None,
         *,
         config_path: Path | None = None,
         textfile: Path | None = None,
@@ -41,7 +41,6 @@ class Daemon:
         on_cycle: Callable[[Cycle], None] | None = None,
     ) -> None:
         self._monitor = monitor
-        self._server = server
         self._config_path = config_path
         self._textfile = textfile
         self._speed = speed
@@ -74,26 +73,28 @@ class Daemon:
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGHUP, reload)
 
-    def run(self) -> None:
-        """Cycle until `stop`. Cycles start one interval apart; a late one does not shift the rest."""
+    def run(self, publish: Callable[[Content], None]) -> None:
+        """Cycle until `stop` and hand each cycle's content to `publish`.
+
+        Cycles start one interval apart; a late one does not shift the rest.
+        """
         due = time.monotonic()
         while not self._stopping:
             self._wake.clear()
             if self._reloading:
                 self._reloading = False
                 self._reload()
-            self._cycle()
+            self._cycle(publish)
             interval = self._monitor.config.poll.interval / self._speed
             due = max(due + interval, time.monotonic())
             self._wake.wait(max(0.0, due - time.monotonic()))
         self._monitor.close()
 
-    def _cycle(self) -> None:
+    def _cycle(self, publish: Callable[[Content], None]) -> None:
         cycle = self._monitor.cycle()
         self._log_failures(cycle)
         content = render(cycle, self._monitor.config)
-        if self._server is not None:
-            self._server.publish(content)
+        publish(content)
         if self._textfile is not None:
             try:
                 write_textfile(self._textfile, content.metrics)

@@ -324,7 +324,7 @@ class _Judged:
             case "free_memory":
                 return wording.free_memory(
                     self.release,
-                    device=rank.gpu,
+                    device=f"cuda:{self.ranks.index(rank)}",
                     free=rank.free_bytes or 0,
                     total=rank.total_bytes,
                     utilization=self.utilization,

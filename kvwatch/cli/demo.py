@@ -7,13 +7,13 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from kvwatch.cli.common import EXIT_USAGE, add_log_arguments, complain, start_logging
+from kvwatch.cli.common import add_log_arguments, start_logging
+from kvwatch.cli.run import serve
 from kvwatch.config import Config
 from kvwatch.daemon import Daemon
 from kvwatch.demo.node import DemoNode
 from kvwatch.demo.scenario import load_scenario
 from kvwatch.export.cycle import Cycle
-from kvwatch.export.server import ExporterServer
 from kvwatch.export.text import status_text
 from kvwatch.monitor import Monitor
 
@@ -60,24 +60,16 @@ def run(args: argparse.Namespace) -> int:
     config = Config()
     config = replace(config, web=replace(config.web, listen_addresses=(args.listen_address,)))
     with DemoNode(load_scenario(), speed=args.speed) as node:
-        server = ExporterServer(config.web.listen_addresses, max_scrapes=config.web.max_scrapes)
-        try:
-            server.start()
-        except OSError as error:
-            complain(f"cannot serve on {args.listen_address}: {error.strerror or error}")
-            return EXIT_USAGE
         monitor = Monitor(node, config, now=node.now, simulated=True)
-        daemon = Daemon(monitor, server, speed=args.speed, on_cycle=_Announcer(node))
-        daemon.handle_signals()
-        for address in server.addresses:
-            print(f"page: http://{address}/  metrics: http://{address}/metrics", flush=True)
+        daemon = Daemon(monitor, speed=args.speed, on_cycle=_Announcer(node))
         if args.duration:
-            threading.Timer(args.duration, daemon.stop).start()
-        try:
-            daemon.run()
-        finally:
-            server.close()
-    return 0
+            timer = threading.Timer(args.duration, daemon.stop)
+            timer.daemon = True
+            timer.start()
+        print(
+            f"page: http://{args.listen_address}/  metrics: http://{args.listen_address}/metrics", flush=True
+        )
+        return serve(monitor, daemon)
 
 
 class _Announcer:

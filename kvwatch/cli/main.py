@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from kvwatch import __version__
-from kvwatch.cli import check_config, demo, run, status
+from kvwatch.cli import check_config, demo, explain, run, status
 
-COMMANDS = (run, status, demo, check_config)
+COMMANDS = (run, status, explain, demo, check_config)
 
 
 def parser() -> argparse.ArgumentParser:

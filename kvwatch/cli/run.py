@@ -20,12 +20,11 @@ from kvwatch.cli.common import (
 from kvwatch.config import Config
 from kvwatch.daemon import Daemon
 from kvwatch.export.content import render
-from kvwatch.export.server import ExporterServer
+from kvwatch.export.server import DEFAULT_LIMITS, ExporterServer
 from kvwatch.export.textfile import write_textfile
-from kvwatch.export.webconfig import load_web_config
+from kvwatch.export.webconfig import WebConfig
 from kvwatch.monitor import Monitor
 from kvwatch.observe.local import LocalSources
-from kvwatch.yamlfile import ConfigError
 
 log = logging.getLogger("kvwatch")
 
@@ -73,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     monitor = Monitor(LocalSources(config.poll), config)
     if args.once:
         return _once(monitor, args.textfile)
-    return serve(monitor, config, textfile=args.textfile)
+    daemon = Daemon(monitor, config_path=config.source, textfile=args.textfile)
+    return serve(monitor, daemon)
 
 
 def _with_overrides(config: Config, args: argparse.Namespace) -> Config:
@@ -99,27 +99,25 @@ def _once(monitor: Monitor, textfile: Path | None) -> int:
     return 0
 
 
-def serve(monitor: Monitor, config: Config, *, textfile: Path | None = None) -> int:
-    """Serve a monitor's cycles until SIGTERM or SIGINT."""
+def serve(monitor: Monitor, daemon: Daemon) -> int:
+    """Serve a daemon's cycles until SIGTERM or SIGINT."""
+    web = monitor.config.web
     try:
-        web_config = load_web_config(config.web.config_file) if config.web.config_file else None
         server = ExporterServer(
-            config.web.listen_addresses,
-            web_config=web_config,
-            max_scrapes=config.web.max_scrapes,
+            web.listen_addresses,
+            web_config=WebConfig(web.config_file) if web.config_file else None,
+            reload=daemon.reload if web.enable_reload else None,
+            limits=replace(DEFAULT_LIMITS, scrapes=web.max_scrapes),
         )
-        server.start()
-    except (OSError, ConfigError) as error:
+    except (OSError, ValueError) as error:
         complain(f"cannot serve: {error}")
         return EXIT_USAGE
-    daemon = Daemon(monitor, server, config_path=config.source, textfile=textfile)
-    if config.web.enable_reload:
-        server.on_reload = daemon.reload
     daemon.handle_signals()
+    server.start()
     for address in server.addresses:
         log.info("serving on %s", address)
     try:
-        daemon.run()
+        daemon.run(server.publish)
     finally:
         server.close()
     return 0
