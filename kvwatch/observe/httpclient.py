@@ -71,7 +71,7 @@ class HttpClient:
     Args:
         base_url: ``http://host:port`` or ``https://…``, a path prefix is allowed.
         token: sent as a bearer token, to this server only.
-        verify: True for the system's usual certificate authorities, or the path of a CA bundle.
+        verify: True for the usual certificate authorities, the path of a CA bundle, or False for no check.
         connect_timeout, read_timeout: seconds, for each connect and each wait for more bytes.
         max_bytes: limit of one answer's body after decompression.
 
@@ -96,6 +96,8 @@ class HttpClient:
         self._adapter = _AbortableAdapter()
         self._session = requests.Session()
         self._session.trust_env = False
+        if verify is False:
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         self._session.verify = verify
         self._session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         self._session.mount("http://", self._adapter)

@@ -39,7 +39,7 @@ class VllmSource:
     Args:
         base_url: ``http://host:port``, a path prefix is allowed.
         token: API key, sent as a bearer token to this server only.
-        verify: True for the usual certificate authorities, or the path of a CA bundle.
+        verify: True for the usual certificate authorities, the path of a CA bundle, or False for no check.
         connect_timeout, read_timeout: seconds, for each connect and each wait for more bytes.
         deadline: seconds for all requests of one reading together.
         max_bytes: limit of one answer after decompression; a page of 22 MB has been seen.

@@ -1,0 +1,96 @@
+"""Listening sockets out of addresses: ``host:port``, ``[v6]:port``, ``:port`` and ``unix:/path``."""
+
+from __future__ import annotations
+
+import re
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]*)):(?P<port>[0-9]{1,5})")
+_BACKLOG = 128
+_UNIX = "unix:"
+_UNIX_MODE = 0o660
+
+
+class Listener:
+    """One listening socket. ``address`` is what it is bound to, the port filled in.
+
+    Raises:
+        ValueError: the address is not one.
+        OSError: it cannot be bound; the message names it.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._path: Path | None = None
+        try:
+            if address.startswith(_UNIX):
+                self._path = Path(address.removeprefix(_UNIX))
+                self.socket = _bind_unix(self._path)
+                self.address = address
+            else:
+                self.socket = _bind_tcp(*_host_and_port(address))
+                self.address = _shown(self.socket.getsockname())
+        except OSError as error:
+            raise OSError(error.errno, f"cannot listen on {address}: {error.strerror or error}") from error
+        self.socket.settimeout(0.0)
+
+    def close(self) -> None:
+        """Stops listening and removes a Unix socket's file."""
+        self.socket.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    match = _ADDRESS.fullmatch(address)
+    if match is None or int(match["port"]) > 0xFFFF:
+        raise ValueError(
+            f"{address!r} is not an address to listen on (host:port, [v6]:port, :port, unix:/path)"
+        )
+    return match["v6"] or match["host"], int(match["port"])
+
+
+def _bind_tcp(host: str, port: int) -> socket.socket:
+    if not host:
+        host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - an empty host means all interfaces
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, name = found[0]
+    dualstack = family == socket.AF_INET6 and name[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        name[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=dualstack, reuse_port=False
+    )
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    _remove_stale(path)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(str(path))
+        path.chmod(_UNIX_MODE)
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _remove_stale(path: Path) -> None:
+    """Removes the socket of a process that is gone; any other file is left for bind() to complain about."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(0.0)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+            except BlockingIOError:
+                return
+
+
+def _shown(name: tuple[str, int]) -> str:
+    host, port = name[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
