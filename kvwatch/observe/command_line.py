@@ -24,6 +24,7 @@ from kvwatch.observe.serve_flags import RETIRED_VALUES, Arity, arity, resolve, r
 
 DEFAULT_PORT = 8000
 
+_SERVE = "serve"
 _SERVE_SCRIPTS = frozenset({"vllm"})
 _CLI_MODULES = frozenset({"vllm.entrypoints.cli.main", "vllm.scripts"})
 _API_SERVER_MODULES = frozenset(
@@ -91,8 +92,9 @@ class CommandLine:
 
 
 def server_arguments(argv: Sequence[str]) -> tuple[str, ...] | None:
-    """The arguments of a vLLM server, or None where the command line is not one's.
+    """The arguments of a vLLM server as its parser gets them, or None where the command line is not one's.
 
+    They begin with ``serve`` where the server was started by that subcommand.
     ``vllm serve`` under any Python and path, its module forms, and the older
     ``vllm.entrypoints.openai.api_server`` count. A shell or another program that starts a server does not:
     the server is its child.
@@ -100,46 +102,48 @@ def server_arguments(argv: Sequence[str]) -> tuple[str, ...] | None:
     if not argv:
         return None
     if basename(argv[0]) in _SERVE_SCRIPTS:
-        return _after_serve(argv[1:])
+        return _if_serve(argv[1:])
     python = python_arguments(argv)
     if python is None:
         return None
     kind, program, arguments = python
     if kind == "script":
         if basename(program) in _SERVE_SCRIPTS:
-            return _after_serve(arguments)
+            return _if_serve(arguments)
         kind, program = "module", _module_of(program)
     if kind != "module":
         return None
     if program in _CLI_MODULES:
-        return _after_serve(arguments)
+        return _if_serve(arguments)
     return tuple(arguments) if program in _API_SERVER_MODULES else None
 
 
-def _after_serve(arguments: Sequence[str]) -> tuple[str, ...] | None:
-    return tuple(arguments[1:]) if arguments and arguments[0] == "serve" else None
+def _if_serve(arguments: Sequence[str]) -> tuple[str, ...] | None:
+    return tuple(arguments) if arguments and arguments[0] == _SERVE else None
 
 
 def _module_of(path: str) -> str:
     """``/x/vllm/entrypoints/cli/main.py`` as ``vllm.entrypoints.cli.main``."""
-    parts = path.removesuffix(".py").split("/")
-    return ".".join(parts[parts.index("vllm") :]) if "vllm" in parts else ""
+    _, package, rest = path.removesuffix(".py").rpartition("/vllm/")
+    return f"{package}{rest}".strip("/").replace("/", ".")
 
 
 def parse_command_line(
     arguments: Sequence[str], *, read_file: Callable[[str], str] | None = None
 ) -> CommandLine:
-    """Read the arguments that follow ``vllm serve`` (or the API server's module).
+    """Read the arguments of a server.
 
     Args:
-        arguments: without program and subcommand.
+        arguments: as of `server_arguments`.
         read_file: returns the text of the ``--config`` file; raises OSError where it cannot.
 
     Returns:
         What could be read. What could not is named in ``failures``; the rest is kept.
     """
     failures: list[Failure] = []
-    config_file, merged = _merge_config(arguments, read_file, failures)
+    serve = bool(arguments) and arguments[0] == _SERVE
+    config = _ConfigFile(read_file, negatable=not serve)
+    config_file, merged = _merge_config(arguments[serve:], config, failures)
     scan = _Scan()
     scan.run(merged)
     values = scan.values
@@ -167,8 +171,22 @@ def parse_command_line(
 # --- --config -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _ConfigFile:
+    """How to read ``--config``.
+
+    Attributes:
+        negatable: whether ``flag: false`` turns a flag off. Under ``vllm serve`` it is ignored, because the
+        parser
+            looks for ``--no-flag`` among the options of the program, not of the subcommand.
+    """
+
+    read: Callable[[str], str] | None
+    negatable: bool
+
+
 def _merge_config(
-    arguments: Sequence[str], read_file: Callable[[str], str] | None, failures: list[Failure]
+    arguments: Sequence[str], config: _ConfigFile, failures: list[Failure]
 ) -> tuple[str | None, list[str]]:
     """Put the file's entries where vLLM puts them: after a leading model, before all flags.
 
@@ -184,26 +202,30 @@ def _merge_config(
     file = words[at + 1]
     rest = words[:at] + words[at + 2 :]
     lead = 1 if rest and not rest[0].startswith("-") and at > 0 else 0
-    return file, rest[:lead] + _config_words(file, read_file, failures) + rest[lead:]
+    return file, rest[:lead] + _config_words(file, config, failures) + rest[lead:]
 
 
-def _config_words(file: str, read_file: Callable[[str], str] | None, failures: list[Failure]) -> list[str]:
-    if read_file is None:
+def _config_words(file: str, config: _ConfigFile, failures: list[Failure]) -> list[str]:
+    if config.read is None:
         failures.append(Failure("launch", "config_unread", f"--config {file} was not read"))
         return []
     try:
-        entries = yaml.safe_load(read_file(file))
+        entries = yaml.safe_load(config.read(file))
     except OSError as error:
         detail = f"--config {file} cannot be read: {error.strerror or error}"
         failures.append(Failure("launch", "config_unreadable", detail))
         return []
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         failures.append(Failure("launch", "config_broken", f"--config {file} is not YAML: {_where(error)}"))
         return []
     if not isinstance(entries, Mapping):
         failures.append(Failure("launch", "config_broken", f"--config {file} is not a mapping of flags"))
         return []
-    return [word for key, value in entries.items() for word in _entry_words(str(key), value)]
+    return [
+        word
+        for key, value in entries.items()
+        for word in _entry_words(str(key), value, negatable=config.negatable)
+    ]
 
 
 def _where(error: Exception) -> str:
@@ -211,13 +233,13 @@ def _where(error: Exception) -> str:
     return f"line {mark.line + 1}" if mark is not None else type(error).__name__
 
 
-def _entry_words(key: str, value: object) -> list[str]:
+def _entry_words(key: str, value: object, *, negatable: bool) -> list[str]:
     match value:
         case True:
             return [f"--{key}"]
         case False:
             negated = f"no-{key.replace('_', '-')}"
-            return [f"--{negated}"] if resolve(negated) == negated else []
+            return [f"--{negated}"] if negatable and resolve(negated) == negated else []
         case list():
             return [f"--{key}", *map(str, value)] if value else []
         case dict():
@@ -231,10 +253,15 @@ def _entry_words(key: str, value: object) -> list[str]:
 
 @dataclass(slots=True)
 class _Scan:
-    """One pass over the words. Values by flag name, with underscores."""
+    """One pass over the words. Values by flag name, with underscores.
+
+    Attributes:
+        dotted: by spelling, the flag and the object built. Objects of two spellings (``-sc.a``, and
+            ``--speculative-config.b``) are not merged: that of the spelling that came up last wins.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
-    dotted: dict[str, dict[str, Any]] = field(default_factory=dict)
+    dotted: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     positional: str | None = None
 
@@ -252,7 +279,7 @@ class _Scan:
                 position += word == "-O"
             else:
                 position += self._flag(word, words[position:])
-        self.values.update(self.dotted)
+        self.values.update(self.dotted.values())
 
     def _take_positionals(self, words: Iterable[str]) -> None:
         for word in words:
@@ -307,7 +334,8 @@ class _Scan:
             value: Any = given.split(",") if listed else _json_or_text(given)
             for key in reversed(keys):
                 value = {key: value}
-            _merge(self.dotted.setdefault(_key(name), {}), value)
+            _, built = self.dotted.setdefault(_key(head), (_key(name), {}))
+            _merge(built, value)
         return used
 
     def _keep(self, name: str, value: str | bool | tuple[str, ...]) -> None:
