@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvwatch.blockmath.errors import Unsupported
 from kvwatch.blockmath.modelconfig import ModelConfig
-from kvwatch.blockmath.weights.dense import DENSE
-from kvwatch.blockmath.weights.mla import LATENT
-from kvwatch.blockmath.weights.moe import SPARSE
+from kvwatch.blockmath.weights.decoders import DECODERS, Builder
+from kvwatch.blockmath.weights.multimodal import MULTIMODAL
 from kvwatch.blockmath.weights.parts import Model
-from kvwatch.blockmath.weights.recurrent import RECURRENT
 from kvwatch.blockmath.weights.shard import Shard
 
-BUILDERS = {**DENSE, **SPARSE, **LATENT, **RECURRENT}
+BUILDERS: Mapping[str, Builder] = {**DECODERS, **MULTIMODAL}
 
 
 def build(config: ModelConfig, shard: Shard) -> Model:

@@ -49,6 +49,7 @@ class Decoder:
 
     Attributes:
         plan: blocks of each layer.
+        count: how many layers.
         norm_bias: the final norm has a shift.
         final_norms: how many norms close the model.
         head_bias: the output projection has a bias.
@@ -61,6 +62,7 @@ class Decoder:
     """
 
     plan: Plan
+    count: Callable[[Section], int] = lambda f: size(f, *LAYERS)
     norm_bias: Switch = False
     final_norms: int = 1
     head_bias: Switch = False
@@ -77,7 +79,7 @@ class Decoder:
         """The parts of rank 0 of this family, for the configuration ``root`` whose decoder is ``f``."""
         built: dict[Layer, Parts] = {}
         layers = []
-        for i in range(size(f, *LAYERS)):
+        for i in range(self.count(f)):
             layer = self.plan(f, i)
             if layer not in built:
                 built[layer] = parts_of(layer, f, s)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvwatch.blockmath.modelconfig import Section
-from kvwatch.blockmath.weights.decoder import UNSPLIT, Decoder, uniform
-from kvwatch.blockmath.weights.layers import Attention, Mlp, Norms, hidden
-from kvwatch.blockmath.weights.parts import Parts, Tensor
+from kvwatch.blockmath.weights.decoder import UNSPLIT, Decoder, Layer, uniform
+from kvwatch.blockmath.weights.layers import Attention, Mlp, Norms, column, head_dim, heads, hidden
+from kvwatch.blockmath.weights.parts import Parts, Tensor, With
 from kvwatch.blockmath.weights.shard import Shard
 
 LLAMA = Decoder(
@@ -80,10 +80,109 @@ COHERE = Decoder(
     everywhere=UNSPLIT,
 )
 
+
+FALCON_NEW = Attention(qkv_bias="bias", out_bias="bias")
+
+
+def _falcon(f: Section, _i: int) -> Layer:
+    """Falcon: old models share one KV head or none; new ones have groups and a norm for each branch."""
+    new = bool(f.get("new_decoder_architecture"))
+    kv = f.whole("num_kv_heads", heads(f)) if new else 1 if f.get("multi_query") else heads(f)
+    norms = f.whole("num_ln_in_parallel_attn", 2) if new else 1 if f.get("parallel_attn") else 2
+    attention = With(FALCON_NEW, (("num_key_value_heads", kv),))
+    mlp = Mlp(gated=False, bias="bias", default_ratio=4, width=("ffn_hidden_size",))
+    return (attention, mlp, Norms(norms, bias=True))
+
+
+def _granite(f: Section, _i: int) -> Layer:
+    sinks = bool(f.get("attention_sinks", f.get("layer_types") is not None))
+    attention = Attention(qkv_bias="attention_bias", out_bias="attention_bias", sinks=sinks)
+    return (attention, Mlp(bias="mlp_bias"), Norms())
+
+
+def _apertus_activation(_f: Section, _s: Shard) -> Parts:
+    return (Tensor("mlp.act_fn.alphas", 2),)
+
+
+def _muse_gate(f: Section, s: Shard) -> Parts:
+    return (column("self_attn.output_gate_proj", hidden(f), heads(f) * head_dim(f), s=s),)
+
+
+def _deci(f: Section, i: int) -> Layer:
+    """NAS models: each layer may lack its attention or its feed-forward network, or have another width."""
+    block = f["block_configs"][i]
+    parts: Layer = ()
+    if not block["attention"].get("no_op"):
+        kv = heads(f) // block["attention"]["n_heads_in_group"]
+        attention = Attention(qkv_bias="attention_bias", out_bias="attention_bias")
+        parts += (With(attention, (("num_key_value_heads", kv),)), Norms(1))
+    if not block["ffn"].get("no_op"):
+        ratio = block["ffn"].get("ffn_mult")
+        stated = block["ffn"].get("intermediate_size")
+        inner = stated if ratio is None else -(-int(2 * ratio * hidden(f) / 3) // 256) * 256
+        parts += (With(Mlp(bias="mlp_bias"), (("intermediate_size", inner),)), Norms(1))
+    return parts
+
+
+FALCON = Decoder(_falcon, norm_bias=True, tied=True, everywhere=UNSPLIT)
+APERTUS = Decoder(
+    uniform(
+        Attention(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head"),
+        Mlp(gated=False, bias="mlp_bias"),
+        Norms(),
+        _apertus_activation,
+    )
+)
+MUSE_GLIMMER = Decoder(uniform(Attention(), _muse_gate, Mlp(), Norms(4)), everywhere=UNSPLIT)
+GLM = Decoder(uniform(Attention(qkv_bias="attention_bias"), Mlp(), Norms()))
+GLM4 = Decoder(uniform(Attention(qkv_bias="attention_bias"), Mlp(), Norms(4)))
+SEED_OSS = Decoder(
+    uniform(
+        Attention(qkv_bias="attention_bias", out_bias="attention_out_bias"), Mlp(bias="mlp_bias"), Norms()
+    )
+)
+HYPERCLOVAX = Decoder(lambda f, _i: (BIASED, Mlp(bias="mlp_bias"), Norms(4 if f.get("use_post_norm") else 2)))
+ERNIE45 = Decoder(uniform(Attention(qkv_bias="use_bias", out_bias="use_bias"), Mlp(bias="use_bias"), Norms()))
+EXAONE4 = Decoder(uniform(Attention(qk_norm="head"), Mlp(), Norms()))
+HUNYUAN_DENSE = Decoder(
+    uniform(Attention(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head"), Mlp(), Norms())
+)
+JAIS2 = Decoder(
+    uniform(
+        Attention(qkv_bias="attention_bias", out_bias="attention_bias"),
+        Mlp(gated=False, bias="mlp_bias"),
+        Norms(bias=True),
+    ),
+    norm_bias=True,
+)
+VAULT_GEMMA = Decoder(uniform(BIASED, Mlp(), Norms()), tied=True)
+ARCEE = Decoder(uniform(BIASED, Mlp(gated=False, bias="mlp_bias"), Norms()))
+
 DENSE = {
+    "CwmForCausalLM": LLAMA,
+    "HeliumForCausalLM": LLAMA,
+    "Ministral3ForCausalLM": LLAMA,
+    "MiMoForCausalLM": QWEN2,
+    "Cohere2ForCausalLM": COHERE,
+    "FalconForCausalLM": FALCON,
+    "ApertusForCausalLM": APERTUS,
+    "MuseGlimmerForCausalLM": MUSE_GLIMMER,
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": GLM4,
+    "SeedOssForCausalLM": SEED_OSS,
+    "HyperCLOVAXForCausalLM": HYPERCLOVAX,
+    "Ernie4_5ForCausalLM": ERNIE45,
+    "Exaone4ForCausalLM": EXAONE4,
+    "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
+    "Jais2ForCausalLM": JAIS2,
+    "VaultGemmaForCausalLM": VAULT_GEMMA,
+    "ArceeForCausalLM": ARCEE,
+    "GPTNeoXForCausalLM": GPT_NEOX,
+    "DeciLMForCausalLM": Decoder(_deci),
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
-    "GraniteForCausalLM": LLAMA,
+    "GraniteForCausalLM": Decoder(_granite),
+    "GraniteSWAForCausalLM": Decoder(_granite),
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "GemmaForCausalLM": GEMMA,

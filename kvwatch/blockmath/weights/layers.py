@@ -175,6 +175,8 @@ class Experts:
         shared_gate: the shared expert has a gate.
         gated: experts have a gate projection.
         bias: experts have biases.
+        least_width: to which a slice of an expert is padded when experts are cut.
+        latent: field with the width of a latent that the experts work in, with projections to and from it.
     """
 
     count: tuple[str, ...] = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -189,12 +191,17 @@ class Experts:
     shared_name: str = "mlp.shared_experts"
     gated: bool = True
     bias: Switch = False
+    least_width: int = 0
+    latent: str = ""
     name: str = "mlp"
 
     def __call__(self, f: Section, s: Shard) -> Parts:
         model, total = hidden(f), size(f, *self.count)
         own, inner = s.experts(total), s.expert_width(size(f, *self.width))
+        if s.expert_tp > 1:
+            inner = max(inner, self.least_width)
         bias, up = on(f, self.bias), inner * (1 + self.gated)
+        inside = f.whole(self.latent, model) if self.latent else model
         parts: list[Part] = [
             Linear(
                 f"{self.name}.gate",
@@ -206,9 +213,14 @@ class Experts:
                 1,
                 self.router_dtype,
             ),
-            Linear(f"{self.name}.experts.w13", model, up, own * up * bias, own, "experts", 1 + self.gated),
-            Linear(f"{self.name}.experts.w2", inner, model, own * model * bias, own, "experts"),
+            Linear(f"{self.name}.experts.w13", inside, up, own * up * bias, own, "experts", 1 + self.gated),
+            Linear(f"{self.name}.experts.w2", inner, inside, own * inside * bias, own, "experts"),
         ]
+        if inside != model:
+            parts += [
+                replicated(f"{self.name}.fc1_latent_proj", model, inside),
+                replicated(f"{self.name}.fc2_latent_proj", inside, model),
+            ]
         if self.correction is not None and on(f, self.correction):
             parts.append(Tensor(f"{self.name}.gate.e_score_correction_bias", total, self.correction_dtype))
         if shared := self._shared(f):

@@ -72,20 +72,22 @@ MIXTRAL = Decoder(
     ),
     everywhere=UNSPLIT,
 )
-GRANITE_MOE = Decoder(
-    uniform(
-        Attention(qkv_bias="attention_bias", out_bias="attention_bias", sinks="use_sinks"),
-        Experts(
-            ("num_local_experts",),
-            ("intermediate_size",),
-            shared_width="shared_intermediate_size",
-            shared_name="shared_mlp",
-            name="block_sparse_moe",
-        ),
-        Norms(),
-    ),
-    everywhere=UNSPLIT,
+
+
+def _granite_moe(f: Section, _i: int) -> Layer:
+    sinks = bool(f.get("attention_sinks", f.get("layer_types") is not None))
+    attention = Attention(qkv_bias="attention_bias", out_bias="attention_bias", sinks=sinks)
+    return (attention, GRANITE_EXPERTS, Norms())
+
+
+GRANITE_EXPERTS = Experts(
+    ("num_local_experts",),
+    ("intermediate_size",),
+    shared_width="shared_intermediate_size",
+    shared_name="shared_mlp",
+    name="block_sparse_moe",
 )
+GRANITE_MOE = Decoder(_granite_moe, everywhere=UNSPLIT)
 GPT_OSS = Decoder(
     uniform(
         Attention(qkv_bias=True, out_bias=True, sinks=True),
@@ -143,7 +145,16 @@ EXAONE_MOE = Decoder(
     )
 )
 
+ARIA = Decoder(
+    uniform(
+        Attention(qkv_bias="attention_bias"),
+        Experts(("moe_num_experts",), ("intermediate_size",), shared="moe_num_shared_experts"),
+        Norms(),
+    )
+)
+
 SPARSE = {
+    "AriaTextModel": ARIA,
     "MixtralForCausalLM": MIXTRAL,
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": GRANITE_MOE,

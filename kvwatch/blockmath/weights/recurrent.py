@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvwatch.blockmath.errors import Refused
+from kvwatch.blockmath.errors import Refused, Unsupported
 from kvwatch.blockmath.modelconfig import Section
 from kvwatch.blockmath.weights.decoder import UNSPLIT, Decoder, Layer
-from kvwatch.blockmath.weights.layers import Attention, Experts, Mlp, Norms, hidden, norm, on
+from kvwatch.blockmath.weights.layers import Attention, Experts, Mlp, Norms, hidden, norm, on, replicated
+from kvwatch.blockmath.weights.mla import LatentAttention
 from kvwatch.blockmath.weights.moe import every
-from kvwatch.blockmath.weights.parts import Linear, Parts, Tensor
+from kvwatch.blockmath.weights.parts import Linear, Parts, Tensor, With
 from kvwatch.blockmath.weights.shard import Shard
 
 
@@ -158,7 +160,157 @@ FALCON_H1 = Decoder(
 MAMBA = Decoder(lambda _f, _i: (mamba1, Norms(1)), tied=True, everywhere=UNSPLIT)
 MAMBA2 = Decoder(lambda _f, _i: (Mamba2(name="mixer"), Norms(1)), everywhere=UNSPLIT)
 
+
+@dataclass(frozen=True, slots=True)
+class OlmoDelta:
+    """OLMo's gated delta-rule mixer: as Qwen's, with its two scalar projections apart."""
+
+    name: str = "linear_attn"
+
+    def __call__(self, f: Section, s: Shard) -> Parts:
+        parts = GatedDelta(self.name)(f, s)
+        own = s.of(f.whole("linear_num_value_heads"), "linear value heads")
+        return tuple(
+            Tensor(f"{self.name}.A_log", own) if part.name.endswith(".A_log") else part for part in parts
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDelta:
+    """Kimi's delta attention, divided by heads; its low-rank gates are whole on each rank."""
+
+    name: str = "self_attn"
+
+    def __call__(self, f: Section, s: Shard) -> Parts:
+        sizes = f["linear_attn_config"]
+        width, dim = hidden(f), int(sizes["head_dim"])
+        own = s.of(int(sizes["num_heads"]), "linear heads")
+        inner, full_gate = own * dim, bool(sizes.get("use_full_rank_gate"))
+        merged = (4 if full_gate else 3) * inner + own + dim
+        merged += -merged % 16 if full_gate else 0
+        parts: Parts = (
+            Linear(f"{self.name}.in_proj_qkvgfab", width, merged, pieces=5),
+            Linear(f"{self.name}.f_b_proj", dim, inner),
+            Tensor(f"{self.name}.dt_bias", inner, "float32"),
+            Tensor(f"{self.name}.conv1d", 3 * inner * int(sizes["short_conv_kernel_size"]), "float32"),
+            Tensor(f"{self.name}.A_log", own, "float32"),
+            norm(f"{self.name}.o_norm", dim),
+            Linear(f"{self.name}.o_proj", inner, width),
+        )
+        if full_gate:
+            return parts
+        return (
+            *parts,
+            replicated(f"{self.name}.g_a_proj", width, dim),
+            Linear(f"{self.name}.g_b_proj", dim, inner),
+        )
+
+
+KIMI_EXPERTS = Experts(correction=True, shared="num_shared_experts", least_width=256)
+
+
+def _kimi(f: Section, i: int) -> Layer:
+    linear = i + 1 in f["linear_attn_config"]["kda_layers"]
+    sparse = i >= f.whole("first_k_dense_replace", 0) and i % f.whole("moe_layer_freq", 1) == 0
+    return (KimiDelta() if linear else LatentAttention(), KIMI_EXPERTS if sparse else Mlp(), Norms())
+
+
+def _nemotron(f: Section, i: int) -> Layer:
+    kind = NEMOTRON_KINDS[_nemotron_pattern(f)[i]]
+    if kind == "mamba":
+        return (Mamba2(name="mixer"), Norms(1))
+    if kind == "attention":
+        return (Attention(name="mixer"), Norms(1))
+    if kind == "moe":
+        return (NEMOTRON_EXPERTS, Norms(1))
+    sizes = f["intermediate_size"]
+    mlp = Mlp(gated=False, bias="mlp_bias", name="mixer")
+    if not isinstance(sizes, list):
+        return (mlp, Norms(1))
+    place = sum(NEMOTRON_KINDS[code] == "mlp" for code in _nemotron_pattern(f)[:i])
+    return (With(mlp, (("intermediate_size", sizes[place] if len(sizes) > 1 else sizes[0]),)), Norms(1))
+
+
+NEMOTRON_KINDS = {
+    "M": "mamba",
+    "*": "attention",
+    "-": "mlp",
+    "E": "moe",
+    "mamba": "mamba",
+    "attention": "attention",
+    "mlp": "mlp",
+    "moe": "moe",
+}
+NEMOTRON_EXPERTS = Experts(
+    ("n_routed_experts",),
+    ("moe_intermediate_size",),
+    correction=True,
+    shared="n_shared_experts",
+    shared_width="moe_shared_expert_intermediate_size",
+    shared_name="mixer.shared_experts",
+    gated=False,
+    latent="moe_latent_size",
+    name="mixer",
+)
+
+
+def _nemotron_pattern(f: Section) -> Sequence[str]:
+    pattern: Sequence[str] | None = f.first("hybrid_override_pattern", "layers_block_type")
+    if pattern is None:
+        raise Unsupported("incomplete_config", "config.json: hybrid_override_pattern is missing")
+    return pattern
+
+
+def _olmo_hybrid(f: Section, i: int) -> Layer:
+    linear = f["layer_types"][i] == "linear_attention"
+    return (OlmoDelta() if linear else Attention(qk_norm="all"), Mlp(), Norms())
+
+
+def _zamba2_shared(f: Section, s: Shard) -> Parts:
+    """One of the transformer blocks that hybrid layers share, with a low-rank adapter for each use."""
+    width, inner = hidden(f), f.whole("attention_hidden_size", 2 * hidden(f))
+    own = s.of(inner, "attention width")
+    ffn, bias = s.of(f.whole("intermediate_size"), "intermediate size"), on(f, "add_bias_linear")
+    rank, uses = f.whole("adapter_rank"), len(f["hybrid_layer_ids"])
+    own_rank = s.of(rank, "adapter rank")
+    adapters = [(width, 2 * ffn)]
+    if f.get("use_shared_attention_adapter"):
+        adapters += [(inner, own)] * 3
+    blocks = f.whole("num_mem_blocks", 1)
+    shared: Parts = (
+        Linear("self_attn.qkv_proj", inner, 3 * own, pieces=3),
+        Linear("self_attn.o_proj", own, width),
+        Linear("feed_forward.gate_up_proj", width, 2 * ffn, 2 * ffn * bias, pieces=2),
+        Linear("feed_forward.down_proj", ffn, width, width * bias),
+        norm("norms", 2 * width + width),
+    )
+    low_rank = tuple(
+        part
+        for inputs, outputs in adapters
+        for part in (Linear("adapter.A", inputs, own_rank), Linear("adapter.B", rank, outputs))
+    )
+    return shared * blocks + low_rank * uses
+
+
+def _zamba2(f: Section, i: int) -> Layer:
+    layer: Layer = (Mamba2(), Norms(1))
+    return (*layer, _zamba2_linear) if i in f["hybrid_layer_ids"] else layer
+
+
+def _zamba2_linear(f: Section, _s: Shard) -> Parts:
+    return (replicated("linear", hidden(f), hidden(f)),)
+
+
+ZAMBA2 = Decoder(_zamba2, resident=(_zamba2_shared,), tied=True, pipeline=False)
+
+NEMOTRON_H = Decoder(_nemotron, count=lambda f: len(_nemotron_pattern(f)), everywhere=UNSPLIT)
+
 RECURRENT = {
+    "KimiLinearForCausalLM": Decoder(_kimi),
+    "NemotronHForCausalLM": NEMOTRON_H,
+    "NemotronHPuzzleForCausalLM": NEMOTRON_H,
+    "OlmoHybridForCausalLM": Decoder(_olmo_hybrid, everywhere=UNSPLIT),
+    "Zamba2ForCausalLM": ZAMBA2,
     "MambaForCausalLM": MAMBA,
     "FalconMambaForCausalLM": MAMBA,
     "Mamba2ForCausalLM": MAMBA2,
