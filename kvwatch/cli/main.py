@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from kvwatch import __version__
-from kvwatch.cli import check_config, demo, explain, run, status
+from kvwatch.cli import check_config, demo, explain, plan, run, status
 
-COMMANDS = (run, status, explain, demo, check_config)
+COMMANDS = (run, status, plan, explain, demo, check_config)
 
 
 def parser() -> argparse.ArgumentParser:
