@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
+from types import MappingProxyType
 
 MAX_HEAD_BYTES = 16 * 1024
 MAX_HEADERS = 100
@@ -47,10 +48,11 @@ class Response:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def message(cls, status: HTTPStatus, text: str = "", **headers: str) -> Response:
-        """A short text, by default the status in words; ``retry_after`` becomes a header Retry-After."""
-        named = {name.replace("_", "-").title(): value for name, value in headers.items()}
-        return cls(status, f"{text or status.phrase}\n".encode(), headers=named)
+    def message(
+        cls, status: HTTPStatus, text: str = "", headers: Mapping[str, str] = MappingProxyType({})
+    ) -> Response:
+        """A short text, by default the status in words."""
+        return cls(status, f"{text or status.phrase}\n".encode(), headers=headers)
 
     def encode(self, *, keep_alive: bool, head_only: bool, extra: Mapping[str, str]) -> bytes:
         """The bytes to send; ``extra`` headers replace the answer's own."""

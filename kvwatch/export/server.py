@@ -37,6 +37,8 @@ HTML = "text/html; charset=utf-8"
 _MAX_REQUESTS_PER_CONNECTION = 1_000
 _GZIP_LEVEL = 5
 _READ = ("GET", "HEAD")
+_CHALLENGE = {"WWW-Authenticate": 'Basic realm="kvwatch"'}
+_RETRY = {"Retry-After": "1"}
 _STYLE = re.compile(rb"<style>(.*?)</style>", re.DOTALL)
 
 
@@ -252,7 +254,7 @@ class ExporterServer:
             connection.sock.sendall(data)
 
         if settings.auth is not None and not settings.auth.admits(request.headers.get("authorization", "")):
-            send(Response.message(HTTPStatus.UNAUTHORIZED, www_authenticate='Basic realm="kvwatch"'))
+            send(Response.message(HTTPStatus.UNAUTHORIZED, headers=_CHALLENGE))
         elif request.path == "/metrics" and request.method in _READ:
             self._scrape(request, send)
         else:
@@ -272,9 +274,7 @@ class ExporterServer:
 
     def _scrape(self, request: Request, send: Callable[[Response], None]) -> None:
         if not self._scrapes.acquire(timeout=self._limits.scrape_wait):
-            send(
-                Response.message(HTTPStatus.SERVICE_UNAVAILABLE, "too many scrapes at once", retry_after="1")
-            )
+            send(Response.message(HTTPStatus.SERVICE_UNAVAILABLE, "too many scrapes at once", _RETRY))
             return
         try:
             send(self._respond(request))
@@ -304,7 +304,7 @@ class ExporterServer:
             return Response.message(HTTPStatus.NOT_FOUND)
         handler = methods.get(request.method)
         if handler is None:
-            return Response.message(HTTPStatus.METHOD_NOT_ALLOWED, allow=", ".join(methods))
+            return Response.message(HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": ", ".join(methods)})
         return handler(request)
 
     def _metrics(self, request: Request) -> Response:
@@ -332,7 +332,7 @@ class ExporterServer:
 
 
 def _starting() -> Response:
-    return Response.message(HTTPStatus.SERVICE_UNAVAILABLE, "no cycle has ended yet", retry_after="1")
+    return Response.message(HTTPStatus.SERVICE_UNAVAILABLE, "no cycle has ended yet", _RETRY)
 
 
 def _reloaded(reload: Callable[[], None]) -> Response:

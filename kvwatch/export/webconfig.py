@@ -213,9 +213,9 @@ def _header_value(value: object) -> str:
 
 def _one_of(names: Mapping[str, T]) -> Callable[[object], T]:
     def convert(value: object) -> T:
-        if value not in names:
+        if not isinstance(value, str) or value not in names:
             raise ValueError(f"{value!r} is none of {', '.join(names)}")
-        return names[str(value)]
+        return names[value]
 
     return convert
 

@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,11 @@ def exchange(server: ExporterServer, data: bytes) -> bytes:
 
 
 def read_all(client: socket.socket) -> bytes:
+    """What arrives until the server closes or resets the connection."""
     parts = []
-    while part := client.recv(65536):
-        parts.append(part)
+    with suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            parts.append(part)
     return b"".join(parts)
 
 
@@ -116,5 +118,14 @@ def make_certificate(folder: Path, name: str, *, issuer: str | None = None) -> N
     issued_by = [] if issuer is None else ["-CA", f"{issuer}.crt", "-CAkey", f"{issuer}.key"]
     names = ["-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-keyout", f"{name}.key", "-out", f"{name}.crt"]
-    command = ["openssl", "req", "-x509", *subject, *issued_by, *names, *files]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
+    _openssl(folder, "req", "-x509", *subject, *issued_by, *names, *files)
+
+
+def lock_key(key: Path, locked: Path) -> None:
+    """The same key under a pass phrase."""
+    options = ["-in", str(key), "-out", str(locked), "-aes128", "-passout", "pass:secret"]
+    _openssl(key.parent, "pkey", *options)
+
+
+def _openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
