@@ -48,6 +48,8 @@ class RankMemory:
         foreign_bytes: held by others; by default what is neither free nor told.
         graph_bytes: what CUDA graphs will take.
         uncertainty_bytes: a margin smaller than this decides nothing.
+        free_uncertainty_bytes: the same for the checks that look at what is left of the whole card, where
+            non-KV memory cancels out; by default the same figure.
     """
 
     gpu: str
@@ -58,6 +60,14 @@ class RankMemory:
     foreign_bytes: int | None = None
     graph_bytes: int | None = None
     uncertainty_bytes: int = 0
+    free_uncertainty_bytes: int | None = None
+
+    @property
+    def free_doubt(self) -> int:
+        """The uncertainty of checks that look at the whole card."""
+        if self.free_uncertainty_bytes is None:
+            return self.uncertainty_bytes
+        return self.free_uncertainty_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +242,7 @@ class _Judged:
             return None
         if rank.free_bytes is None:
             return CheckResult("free_memory", rank.gpu, None, None)
-        return _bytes_check("free_memory", rank, rank.free_bytes - self.requested(rank))
+        return _bytes_check("free_memory", rank, rank.free_bytes - self.requested(rank), rank.free_doubt)
 
     def _kv_memory(self, rank: RankMemory) -> CheckResult | None:
         if not self.pool.groups:
@@ -242,7 +252,7 @@ class _Judged:
             return CheckResult("kv_memory", rank.gpu, None, None)
         # vLLM asks for more than nothing, so a margin of zero fails.
         exact = self._overridden or bool(self.flags.kv_cache_memory_bytes)
-        return _bytes_check("kv_memory", rank, checked - 1, exact=exact)
+        return _bytes_check("kv_memory", rank, checked - 1, 0 if exact else rank.uncertainty_bytes)
 
     def _one_request(self, rank: RankMemory) -> CheckResult | None:
         if not self.pool.groups:
@@ -252,9 +262,8 @@ class _Judged:
             return CheckResult("one_request", rank.gpu, None, None)
         length = 1 if self.pool.settings.auto_length else self.pool.settings.max_model_len
         exact = self._overridden or bool(self.flags.kv_cache_memory_bytes)
-        return _bytes_check(
-            "one_request", rank, checked - self.pool.need_bytes(length)[rank.stage], exact=exact
-        )
+        margin = checked - self.pool.need_bytes(length)[rank.stage]
+        return _bytes_check("one_request", rank, margin, 0 if exact else rank.uncertainty_bytes)
 
     def num_blocks(self) -> int | None:
         available = self.available_by_stage()
@@ -287,7 +296,8 @@ class _Judged:
         left = self._left_of_card(rank)
         if left is None:
             return CheckResult("sampler_warmup", rank.gpu, None, None)
-        return _bytes_check("sampler_warmup", rank, left - self.pool.settings.max_num_seqs * vocabulary * 4)
+        margin = left - self.pool.settings.max_num_seqs * vocabulary * 4
+        return _bytes_check("sampler_warmup", rank, margin, rank.free_doubt)
 
     def _graph_capture(self, rank: RankMemory) -> CheckResult | None:
         if self.flags.enforce_eager or rank.graph_bytes is None:
@@ -295,7 +305,7 @@ class _Judged:
         left = self._left_of_card(rank)
         if left is None:
             return CheckResult("graph_capture", rank.gpu, None, None)
-        return _bytes_check("graph_capture", rank, left - rank.graph_bytes)
+        return _bytes_check("graph_capture", rank, left - rank.graph_bytes, rank.free_doubt)
 
     def longest_length(self, checks: Sequence[CheckResult]) -> int | None:
         """The largest length whose checks all pass."""
@@ -361,7 +371,6 @@ class _Judged:
         )
 
 
-def _bytes_check(check: str, rank: RankMemory, margin: int, *, exact: bool = False) -> CheckResult:
-    unsure = 0 if exact else rank.uncertainty_bytes
+def _bytes_check(check: str, rank: RankMemory, margin: int, unsure: int) -> CheckResult:
     passed = True if margin >= unsure else False if margin < -unsure else None
     return CheckResult(check, rank.gpu, margin, passed)
