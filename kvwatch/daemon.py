@@ -80,7 +80,6 @@ class Daemon:
         """
         due = time.monotonic()
         while not self._stopping:
-            self._wake.clear()
             if self._reloading:
                 self._reloading = False
                 self._reload()
@@ -88,6 +87,7 @@ class Daemon:
             interval = self._monitor.config.poll.interval / self._speed
             due = max(due + interval, time.monotonic())
             self._wake.wait(max(0.0, due - time.monotonic()))
+            self._wake.clear()
         self._monitor.close()
 
     def _cycle(self, publish: Callable[[Content], None]) -> None:

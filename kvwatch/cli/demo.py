@@ -16,6 +16,7 @@ from kvwatch.demo.scenario import load_scenario
 from kvwatch.export.cycle import Cycle
 from kvwatch.export.text import status_text
 from kvwatch.monitor import Monitor
+from kvwatch.observe.cycle import Observer
 
 
 def add_parser(commands: Any) -> None:
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     config = Config()
     config = replace(config, web=replace(config.web, listen_addresses=(args.listen_address,)))
     with DemoNode(load_scenario(), speed=args.speed) as node:
-        monitor = Monitor(node, config, now=node.now, simulated=True)
+        observer = Observer(node, config, now=node.now)
+        monitor = Monitor(observer, config, now=node.now, simulated=True)
         daemon = Daemon(monitor, speed=args.speed, on_cycle=_Announcer(node))
         if args.duration:
             timer = threading.Timer(args.duration, daemon.stop)
