@@ -140,9 +140,11 @@ def _case(pool: Pool, available: int | list[int]) -> dict[str, Any]:
     if pool.settings.auto_length:
         if not longest:
             return result | {"estimated_max_model_len": 0, "raises": "auto_fit_failed"}
-        result["autofit_max_model_len"] = longest
+        if longest < pool.settings.max_model_len:
+            result["autofit_max_model_len"] = longest
         pool = replace(pool, settings=replace(pool.settings, max_model_len=longest))
-    result["estimated_max_model_len"] = longest
+    if pool.blocks_override is None:
+        result["estimated_max_model_len"] = longest
     if min(pool.check_bytes(available)) <= 0:
         return result | {"raises": "no_available_memory_for_blocks"}
     if longest < pool.settings.max_model_len:

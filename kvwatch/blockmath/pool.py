@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvwatch.blockmath import blocksize
 from kvwatch.blockmath import settings as settings_module
 from kvwatch.blockmath.device import Device
 from kvwatch.blockmath.errors import Refused
-from kvwatch.blockmath.families import family_of
+from kvwatch.blockmath.families import UNSPLIT, family_of
 from kvwatch.blockmath.flags import Flags
 from kvwatch.blockmath.grouping import Group, Stage, bytes_per_block, group_layers
 from kvwatch.blockmath.layouts.base import Basis, Context, Layout
@@ -197,9 +197,12 @@ def plan_pool(
     """
     model = ModelConfig.read(config, flags.hf_overrides)
     family = family_of(model)
-    resolved = settings_module.resolve(model, family.traits(model), flags, device=device, release=release)
-    layout = family.layers(Context(model, resolved))
-    layout, resolved = blocksize.settle(layout, resolved, effective=effective_block_size)
+    traits = family.traits(model)
+    if model.architecture in UNSPLIT:
+        traits = replace(traits, pipeline=False)
+    resolved = settings_module.resolve(model, traits, flags, device=device, release=release)
+    layout = family.layers(Context(model, resolved, flags, device, release, traits))
+    layout, resolved = blocksize.settle(layout, resolved, release=release, effective=effective_block_size)
     vocabulary = model.text.get("vocab_size")
     return pool_of(
         split_stages(layout, resolved.pp),
@@ -208,6 +211,7 @@ def plan_pool(
         label=layout.label,
         basis=layout.basis,
         blocks_override=flags.num_gpu_blocks_override,
+        block_outermost=layout.block_outermost,
         vocabulary=vocabulary if isinstance(vocabulary, int) else None,
     )
 
@@ -262,7 +266,7 @@ def split_stages(layout: Layout, pp: int) -> list[Stage]:
     for size in partition(len(layout.pattern), pp):
         counted: dict[LayerSpec, int] = {}
         for index, count in Counter(layout.pattern[start : start + size]).items():
-            for spec in layout.templates[index] if index >= 0 else ():
+            for spec in layout.templates[index]:
                 counted[spec] = counted.get(spec, 0) + count
         stages.append(list(counted.items()))
         start += size

@@ -83,6 +83,7 @@ class Traits:
         mla: multi-head latent attention.
         chunked_attention: attends in chunks, for which the hybrid manager is off by default.
         pipeline: can be split over pipeline stages.
+        image_prefix: tokens of one image see each other, whatever their order.
         image_tokens: tokens of the largest image, for models whose images must fit in one batch.
     """
 
@@ -94,6 +95,7 @@ class Traits:
     chunked_attention: bool = False
     pipeline: bool = True
     image_tokens: int | None = None
+    image_prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,9 @@ class Settings:
         pp: pipeline-parallel size.
         dcp: decode-context-parallel size.
         speculative_tokens: draft tokens per step.
+        skip_layers: layers whose cache keeps the model's own type: indices, or ``sliding_window``.
+        conv_state_dtype: element type of convolution states.
+        ssm_state_dtype: element type of recurrent states; None for the convolution states' own.
     """
 
     dtype: str
@@ -145,6 +150,9 @@ class Settings:
     pp: int
     dcp: int
     speculative_tokens: int
+    skip_layers: tuple[str, ...]
+    conv_state_dtype: str
+    ssm_state_dtype: str | None
 
     @property
     def cache_element(self) -> str:
@@ -162,6 +170,7 @@ def resolve(
     """
     check_parallel(config, traits, flags)
     dtype = model_dtype(config, flags, device=device, pooling=traits.encoder_only)
+    cache = cache_dtype(config, flags)
     stated_length = derived_length(config, flags)
     derived = flags.max_model_len or DEFAULT_LENGTH if stated_length == math.inf else int(stated_length)
     auto = flags.max_model_len == AUTO_LENGTH and release.has_auto_length
@@ -181,7 +190,7 @@ def resolve(
     speculative = flags.speculative_config or {}
     return Settings(
         dtype=dtype,
-        cache_dtype=cache_dtype(config, flags),
+        cache_dtype=cache,
         block_size=block_size,
         block_size_given=flags.block_size is not None,
         mamba_block_size=flags.mamba_block_size or (block_size if caching else max_model_len),
@@ -201,6 +210,9 @@ def resolve(
         pp=flags.pp,
         dcp=flags.dcp,
         speculative_tokens=int(speculative.get("num_speculative_tokens") or 0),
+        skip_layers=_skip_layers(config, traits, flags, cache),
+        conv_state_dtype=_state_dtype(flags.mamba_cache_dtype) or dtype,
+        ssm_state_dtype=_state_dtype(flags.mamba_ssm_cache_dtype),
     )
 
 
@@ -444,6 +456,21 @@ def _mamba_cache_mode(traits: Traits, flags: Flags, *, caching: bool) -> str:
     if not caching:
         return "none"
     return "align" if asked == "none" else asked
+
+
+def _skip_layers(config: ModelConfig, traits: Traits, flags: Flags, cache: str) -> tuple[str, ...]:
+    given = flags.kv_cache_dtype_skip_layers or ()
+    if not cache.startswith(("turboquant_", "ultraquant_")) or traits.hybrid:
+        return given
+    # These types keep the first and last two layers of a dense model unquantized.
+    layers = config.text.whole("num_hidden_layers")
+    edge = min(2, layers // 2)
+    indices = sorted({*range(edge), *range(layers - edge, layers)})
+    return tuple(sorted({*given, *map(str, indices)}))
+
+
+def _state_dtype(asked: str | None) -> str | None:
+    return None if asked in (None, "auto") else DTYPE_NAMES.get(str(asked), asked)
 
 
 def _hybrid_manager(traits: Traits, flags: Flags, *, device: Device, release: Release) -> bool:

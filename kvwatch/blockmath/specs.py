@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+
+from kvwatch.blockmath.backends import Backend
 
 
 class Kind(StrEnum):
@@ -72,6 +74,7 @@ class LayerSpec:
         speculative_blocks: extra state blocks for draft tokens (``MAMBA``).
         checkpoint_blocks: extra state blocks for prefill checkpoints (``MAMBA``).
         shape: whatever else makes two layers different, in any comparable form.
+        backend: the attention backend, which does not make two layers different.
     """
 
     kind: Kind
@@ -89,6 +92,7 @@ class LayerSpec:
     speculative_blocks: int = 0
     checkpoint_blocks: int = 0
     shape: tuple[object, ...] = ()
+    backend: Backend | None = field(default=None, compare=False)
 
     @property
     def unpadded_bytes(self) -> int:
