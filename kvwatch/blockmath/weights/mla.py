@@ -20,9 +20,11 @@ class LatentAttention:
 
     Attributes:
         indexer: a sparse-attention indexer picks the tokens.
+        absorbs: key and value projections are kept in an absorbed form as well.
     """
 
     indexer: bool = False
+    absorbs: bool = True
     name: str = "self_attn"
 
     def __call__(self, f: Section, s: Shard) -> Parts:
@@ -44,7 +46,7 @@ class LatentAttention:
             ]
         parts += [
             norm(f"{self.name}.kv_a_layernorm", rank),
-            Linear(f"{self.name}.kv_b_proj", rank, own * (nope + value)),
+            Linear(f"{self.name}.kv_b_proj", rank, own * (nope + value), absorbed=self.absorbs),
             Linear(f"{self.name}.o_proj", own * value, width),
         ]
         if self.indexer:
@@ -60,12 +62,6 @@ def indexer(f: Section, name: str) -> Parts:
         Linear(f"{name}.wk_weights_proj", hidden(f), dim + count, kind="plain"),
         Tensor(f"{name}.k_norm", 2 * dim, "float32"),
     )
-
-
-def absorbed_elements(f: Section, s: Shard, layers: int) -> int:
-    """Elements that the absorbed key and value projections add after loading, over these layers."""
-    own = s.of(heads(f), "number of attention heads")
-    return layers * own * f.whole("kv_lora_rank") * (f.whole("qk_nope_head_dim") + f.whole("v_head_dim"))
 
 
 def deepseek(

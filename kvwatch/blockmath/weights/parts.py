@@ -23,6 +23,7 @@ class Linear:
         kind: ``linear``, ``experts``, ``head`` (the output projection) or ``plain`` (no scheme touches it).
         pieces: merged projections in one matrix, each with its own scale.
         dtype: fixed by the model class, for example ``float32``; None = the model's.
+        absorbed: MLA keeps a second form of it after loading.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Linear:
     kind: str = "linear"
     pieces: int = 1
     dtype: str | None = None
+    absorbed: bool = False
 
     @property
     def elements(self) -> int:

@@ -212,7 +212,11 @@ KIMI_EXPERTS = Experts(correction=True, shared="num_shared_experts", least_width
 def _kimi(f: Section, i: int) -> Layer:
     linear = i + 1 in f["linear_attn_config"]["kda_layers"]
     sparse = i >= f.whole("first_k_dense_replace", 0) and i % f.whole("moe_layer_freq", 1) == 0
-    return (KimiDelta() if linear else LatentAttention(), KIMI_EXPERTS if sparse else Mlp(), Norms())
+    return (
+        KimiDelta() if linear else LatentAttention(absorbs=False),
+        KIMI_EXPERTS if sparse else Mlp(),
+        Norms(),
+    )
 
 
 def _nemotron(f: Section, i: int) -> Layer:
