@@ -367,8 +367,7 @@ def root_kinds(log: StartLog) -> list[str]:
 
 def test_arguments_of_a_dict_with_objects() -> None:
     body = (
-        "non-default args: "
-        "{'model': 'm', 'gpu_memory_utilization': 0.95, 'enforce_eager': True, "
+        "non-default args: {'model': 'm', 'gpu_memory_utilization': 0.95, 'enforce_eager': True, "
         "'compilation_config': CompilationConfig(level=3), 'max_num_seqs': 8, 'port': 1}"
     )
     flags = flags_of(logged_arguments(body))
@@ -412,8 +411,8 @@ def _long_log(lines: int) -> Iterator[str]:
         ),
         'INFO:     127.0.0.1:45512 - "POST /v1/chat/completions HTTP/1.1" 200 OK',
         (
-            "(Worker_TP{0} pid={0}) ERROR 01-01 00:00:00 [w.py:1] torch.OutOfMemoryError: "
-            "CUDA out of memory. Tried to allocate {0}.00 MiB."
+            "(Worker_TP{0} pid={0}) ERROR 01-01 00:00:00 [w.py:1] torch.OutOfMemoryError: CUDA out of "
+            "memory. Tried to allocate {0}.00 MiB."
         ),
     )
     for number, text in enumerate(islice(cycle(served), lines)):
