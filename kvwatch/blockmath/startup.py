@@ -229,6 +229,11 @@ class _Judged:
     def _overridden(self) -> bool:
         return self.pool.blocks_override is not None and self.release.override_in_check
 
+    @property
+    def _exact(self) -> bool:
+        """The memory for KV was told outright."""
+        return self._overridden or bool(self.flags.kv_cache_memory_bytes)
+
     def _derived_length(self) -> CheckResult:
         settings = self.pool.settings
         spare = settings.derived_max_model_len - settings.max_model_len
@@ -251,8 +256,7 @@ class _Judged:
         if checked is None:
             return CheckResult("kv_memory", rank.gpu, None, None)
         # vLLM asks for more than nothing, so a margin of zero fails.
-        exact = self._overridden or bool(self.flags.kv_cache_memory_bytes)
-        return _bytes_check("kv_memory", rank, checked - 1, 0 if exact else rank.uncertainty_bytes)
+        return _bytes_check("kv_memory", rank, checked - 1, 0 if self._exact else rank.uncertainty_bytes)
 
     def _one_request(self, rank: RankMemory) -> CheckResult | None:
         if not self.pool.groups:
@@ -261,15 +265,15 @@ class _Judged:
         if checked is None:
             return CheckResult("one_request", rank.gpu, None, None)
         length = 1 if self.pool.settings.auto_length else self.pool.settings.max_model_len
-        exact = self._overridden or bool(self.flags.kv_cache_memory_bytes)
         margin = checked - self.pool.need_bytes(length)[rank.stage]
-        return _bytes_check("one_request", rank, margin, 0 if exact else rank.uncertainty_bytes)
+        return _bytes_check("one_request", rank, margin, 0 if self._exact else rank.uncertainty_bytes)
 
-    def num_blocks(self) -> int | None:
+    def num_blocks(self, more_bytes: int = 0) -> int | None:
+        """Blocks of the pool, had each GPU so many more bytes for it."""
         available = self.available_by_stage()
         if self.pool.blocks_override is not None:
             return self.pool.blocks_override
-        return None if available is None else self.pool.num_blocks(available)
+        return None if available is None else self.pool.num_blocks([each + more_bytes for each in available])
 
     def _state_slots(self) -> CheckResult:
         if self.flags.enforce_eager:
@@ -277,8 +281,11 @@ class _Judged:
         blocks = self.num_blocks()
         if blocks is None:
             return CheckResult("state_slots", None, None, None)
-        spare = blocks - self.pool.settings.max_num_seqs
-        return CheckResult("state_slots", None, None, spare >= 0, spare)
+        asked = self.pool.settings.max_num_seqs
+        doubt = 0 if self._exact else max(rank.uncertainty_bytes for rank in self.ranks)
+        fewest, most = self.num_blocks(-doubt) or 0, self.num_blocks(doubt) or 0
+        passed = True if fewest >= asked else False if most < asked else None
+        return CheckResult("state_slots", None, None, passed, blocks - asked)
 
     def _left_of_card(self, rank: RankMemory) -> int | None:
         """Free bytes once weights and KV cache are in place; activations count as held."""

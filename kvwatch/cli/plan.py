@@ -24,7 +24,7 @@ from kvwatch.cli.plan_flags import add_flag_options, flags_of
 from kvwatch.cli.plan_sweep import parse_axes
 from kvwatch.forecast.roofline import DecodeEstimate, decode_estimates, largest_batch
 from kvwatch.forecast.sizing import Scenario, Sizing, size_up
-from kvwatch.forecast.whatif import changes, fits, sweep
+from kvwatch.forecast.whatif import changes, fits, remedies, sweep
 from kvwatch.observe.models import CONFIG_LIMIT, ModelSource
 from kvwatch.observe.records import Failure, Launch
 
@@ -129,6 +129,8 @@ def run(args: argparse.Namespace) -> int:
         if args.batch is not None:
             return plan_batch.run(args.batch, args.configs, weights=args.weights)
         return _run(args)
+    except BrokenPipeError:
+        raise
     except Refused as refusal:
         print(f"kvwatch plan: vLLM refuses this: {refusal}", file=sys.stderr)
         return EXIT_FAILS
@@ -164,6 +166,7 @@ def _plan(args: argparse.Namespace, model: Model, gpu: Gpu | None, sizing: Sizin
         gpu=gpu,
         count=args.count or sizing.world_size,
         sizing=sizing,
+        remedies=remedies(sizing),
         changes=changes(sizing, gpu),
         decode=decode,
     )

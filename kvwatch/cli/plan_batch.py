@@ -112,11 +112,14 @@ def weights_row(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
         return result | {"refused": refusal.kind, "message": str(refusal)}
     except Unsupported as unknown:
         return result | {"unsupported": unknown.reason, "message": str(unknown)}
-    per_stage = weights.bytes_per_rank
-    stage = row.get("pp_stage", 0 if len(per_stage) == 1 else None)
+    stage = row.get("pp_stage", 0 if len(weights.bytes_per_rank) == 1 else None)
+
+    def of_stage(figures: tuple[int, ...]) -> list[int] | int:
+        return list(figures) if stage is None else figures[stage]
+
     return result | {
-        "weight_bytes": list(per_stage) if stage is None else per_stage[stage],
+        "weight_bytes": of_stage(weights.bytes_per_rank),
         "basis": weights.basis,
         "quantization": weights.quantization,
-        "mla_absorbed_bytes": weights.mla_absorbed_bytes,
+        "mla_absorbed_bytes": of_stage(weights.mla_absorbed_bytes),
     }

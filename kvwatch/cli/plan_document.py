@@ -22,6 +22,7 @@ class Answer:
         gpu: the card; None where only its memory was given.
         count: cards that are there.
         sizing: the plan.
+        remedies: what to type so that it starts, where it does not.
         changes: what each single change would buy.
         decode: the decoding estimate; empty where there is none.
     """
@@ -30,6 +31,7 @@ class Answer:
     gpu: Gpu | None
     count: int
     sizing: Sizing
+    remedies: tuple[str, ...]
     changes: tuple[Change, ...]
     decode: tuple[DecodeEstimate, ...]
 
@@ -47,6 +49,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "flags": scenario.flags.given(),
         **result_json(sizing),
         "assumptions": list(sizing.assumptions),
+        "remedies": list(answer.remedies),
         "changes": [{"change": change.text, **_outcome(change.result)} for change in answer.changes],
         "decode_estimate": [
             {
@@ -151,6 +154,6 @@ def weights_json(weights: Weights) -> dict[str, Any]:
         "parameters": weights.parameters,
         "basis": weights.basis,
         "quantization": weights.quantization,
-        "mla_absorbed_bytes": weights.mla_absorbed_bytes,
+        "mla_absorbed_bytes": list(weights.mla_absorbed_bytes),
         "assumptions": list(weights.assumptions),
     }

@@ -34,7 +34,7 @@ def as_text(answer: Answer) -> str:
         _head(answer),
         _memory(answer),
         _cache(answer.sizing),
-        _verdict(answer.sizing),
+        _verdict(answer),
         _changes(answer),
         _decode(answer),
         _assumptions(answer.sizing),
@@ -52,7 +52,8 @@ def _line(label: str, value: str, note: str = "") -> str:
 
 def _head(answer: Answer) -> Iterator[str]:
     sizing = answer.sizing
-    card = answer.gpu.name if answer.gpu else "a card"
+    total = sizing.scenario.device.total_bytes
+    card = answer.gpu.name if answer.gpu else f"{_gib(total)} GiB"
     yield f"{answer.model} on {sizing.world_size} x {card}, vLLM {sizing.scenario.release.text}"
     if answer.count > sizing.world_size:
         yield f"  the other {answer.count - sizing.world_size} of {answer.count} cards stay free"
@@ -94,7 +95,7 @@ def _cache(sizing: Sizing) -> Iterator[str]:
         yield "KV cache: this model has none"
         return
     element = settings.dtype if settings.cache_dtype == "auto" else settings.cache_dtype
-    kind = f"{pool.layout}, {element}, blocks of {settings.block_size} tokens"
+    kind = f"{pool.layout} layers, {element}, blocks of {settings.block_size} tokens"
     yield f"KV cache: {kind}"
     per_token = pool.kv_bytes_per_token
     if per_token is not None:
@@ -112,12 +113,17 @@ def _cache(sizing: Sizing) -> Iterator[str]:
     yield _line("longest request that fits", f"{sizing.longest_length:,}", note)
 
 
-def _verdict(sizing: Sizing) -> Iterator[str]:
-    text = " ".join((verdict_word(sizing), *_explanation(sizing)))
-    yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+def _verdict(answer: Answer) -> Iterator[str]:
+    sizing = answer.sizing
+    text = " ".join((verdict_word(sizing), *_explanation(answer)))
+    yield from _wrapped(text, first="")
     if sizing.verdict.message:
-        words = f"vLLM would say: {sizing.verdict.message}"
-        yield from textwrap.wrap(words, WIDTH, initial_indent="  ", subsequent_indent="  ")
+        yield from _wrapped(f"vLLM would say: {sizing.verdict.message}", first="  ")
+
+
+def _wrapped(text: str, *, first: str) -> list[str]:
+    """Lines that may not part a flag at its hyphens."""
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def verdict_word(sizing: Sizing) -> str:
@@ -125,8 +131,8 @@ def verdict_word(sizing: Sizing) -> str:
     return {True: "STARTS.", False: "DOES NOT START.", None: "TOO CLOSE TO CALL."}[sizing.feasible]
 
 
-def _explanation(sizing: Sizing) -> Iterator[str]:
-    verdict = sizing.verdict
+def _explanation(answer: Answer) -> Iterator[str]:
+    sizing, verdict = answer.sizing, answer.sizing.verdict
     if verdict.feasible:
         tightest = _tightest(verdict.checks)
         if tightest is not None:
@@ -140,7 +146,7 @@ def _explanation(sizing: Sizing) -> Iterator[str]:
         )
     else:
         yield f"It fails at {_CHECKS[result.check]}, by {_missing(result)}."
-    yield from _advice(sizing, result)
+    yield _advice(answer)
 
 
 def _tightest(checks: Sequence[CheckResult]) -> CheckResult | None:
@@ -151,7 +157,7 @@ def _tightest(checks: Sequence[CheckResult]) -> CheckResult | None:
 def _margin(result: CheckResult) -> str:
     if result.margin_bytes is not None:
         return bytes_text(result.margin_bytes)
-    return f"{result.margin_count:,}" if result.margin_count is not None else "an unknown margin"
+    return "an unknown margin" if result.margin_count is None else f"{result.margin_count:,} requests"
 
 
 def _missing(result: CheckResult) -> str:
@@ -160,23 +166,11 @@ def _missing(result: CheckResult) -> str:
     return f"{-result.margin_count:,} requests" if result.margin_count is not None else "an unknown amount"
 
 
-def _advice(sizing: Sizing, result: CheckResult) -> Iterator[str]:
-    """The number to type."""
-    settings, scenario = sizing.pool.settings, sizing.scenario
-    match result.check:
-        case "kv_memory" | "one_request" if sizing.safe_length:
-            yield f"Type --max-model-len {sizing.safe_length}, or one of the changes below."
-        case "state_slots" if sizing.num_blocks:
-            yield f"Type --max-num-seqs {min(sizing.num_blocks, settings.max_num_seqs)}."
-        case "free_memory":
-            allowance = sizing.tightest.allowance
-            free = scenario.device.total_bytes - (allowance.context if allowance else GIB)
-            share = int(free / scenario.device.total_bytes * 100) / 100
-            yield f"Type --gpu-memory-utilization {share:.2f} at most."
-        case "sampler_warmup" | "graph_capture":
-            yield "Type a smaller --max-num-seqs or --gpu-memory-utilization."
-        case _:
-            yield "No shorter length helps: the weights need more or larger cards, or fewer bits."
+def _advice(answer: Answer) -> str:
+    """The numbers to type."""
+    if answer.remedies:
+        return f"Type {', or '.join(answer.remedies)}."
+    return "No flag of memory alone helps: take more or larger cards (--fit names them), or fewer bits."
 
 
 def _changes(answer: Answer) -> Iterator[str]:
@@ -218,7 +212,7 @@ def _decode(answer: Answer) -> Iterator[str]:
 
 
 def _assumptions(sizing: Sizing) -> Iterator[str]:
-    yield from textwrap.wrap(f"Assumed: {'; '.join(sizing.assumptions)}.", WIDTH)
+    yield from _wrapped(f"Assumed: {'; '.join(sizing.assumptions)}.", first="")
 
 
 def sweep_table(rows: Sequence[SweepRow]) -> str:
@@ -255,7 +249,9 @@ def fit_table(found: Sequence[Fit]) -> str:
         count = f"{fit.sizing.world_size}" if fit.sizing else "-"
         result = fit.sizing or f"not with 8 or fewer: {fit.reason}"
         lines.append(f"{fit.gpu.label:<18}{count:>6}{_result_cells(result, WIDTH - 24)}")
-    return "\n".join([*lines, "", "GPUs split one model by tensor parallelism; each count is sure to start."])
+    return "\n".join(
+        [*lines, "", "GPUs split one model by tensor parallelism; the doubt of each estimate is against it."]
+    )
 
 
 def weights_text(model: str, flags: Flags, weights: Weights) -> str:
@@ -265,8 +261,8 @@ def weights_text(model: str, flags: Flags, weights: Weights) -> str:
     for stage, own in enumerate(weights.bytes_per_rank):
         label = "weights of each GPU" if len(weights.bytes_per_rank) == 1 else f"each GPU of stage {stage}"
         lines.append(f"  {label:<24}{_gib(own):>10} GiB{own:>18,} bytes  {weights.basis}")
-    if weights.mla_absorbed_bytes:
-        lines.append(f"  {'added after loading':<24}{_gib(weights.mla_absorbed_bytes):>10} GiB")
+    if any(weights.mla_absorbed_bytes):
+        lines.append(f"  {'added after loading':<24}{_gib(max(weights.mla_absorbed_bytes)):>10} GiB")
     return "\n".join(lines)
 
 

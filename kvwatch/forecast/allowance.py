@@ -11,10 +11,13 @@ Peak activation: the larger of the forward pass and the sampler's dummy run.
                before 0.17.0, when the dummy run sorted the logits.
     experts    16-bit and 8-bit kernels keep a workspace: tokens x experts per token x (the larger of hidden
                and twice the expert's width, plus the larger of hidden and the width). MXFP4 kernels: none.
-Non-torch memory: 0.25 GiB (0.13 before 0.18.0); with tp > 1 mostly NCCL's, 2.1 GiB (0.55 before).
+Non-torch memory: 0.25 GiB (0.13 before 0.18.0). With tp > 1 mostly NCCL's: 2.1 GiB (0.55 before) on Hopper
+    and data-centre Blackwell, where it keeps NVLink buffers, 0.55 GiB on others (few logs, so 0.5 GiB more is
+    in doubt).
 CUDA graphs: 0.3 GiB + the captured share of 51 batch sizes of (0.25 GiB + 8 MiB a layer, 0.2 GiB more with
     tp > 1). Taken out of the budget by default since 0.20.0, before that from what the utilization leaves.
-CUDA context, and NCCL's start with tp > 1: gone before vLLM looks at free memory, 0.51 and 1.5 GiB.
+CUDA context, gone before vLLM looks at free memory: 0.51 GiB. With tp > 1 NCCL's start as well: 1.5 GiB
+    (0.95 before 0.18.0), 0.12 GiB on cards without NVLink buffers.
 
 Calibration: 39 start-ups of 14 decoder models (0.6B to 120B, dense and mixture of experts, tp and pp up to 4,
 vLLM 0.15 to 0.19, H100) whose public logs tell these parts. Activation and non-torch memory together are met
@@ -28,6 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from kvwatch.blockmath.device import Device
 from kvwatch.blockmath.flags import Flags
 from kvwatch.blockmath.pool import Pool
 from kvwatch.blockmath.releases import Release
@@ -48,11 +52,15 @@ PIPELINE_HIDDEN: Final = 3.0
 NON_TORCH_SINCE: Final = (0, 18)
 NON_TORCH: Final = 0.25 * GIB
 NON_TORCH_NCCL: Final = 2.1 * GIB
-OLD_NON_TORCH: Final = 0.13 * GIB
-OLD_NON_TORCH_NCCL: Final = 0.55 * GIB
+NON_TORCH_BEFORE: Final = 0.13 * GIB
+NON_TORCH_NCCL_BEFORE: Final = 0.55 * GIB
+NON_TORCH_NCCL_DOUBT: Final = 0.5 * GIB
 
 CONTEXT: Final = 0.51 * GIB
 CONTEXT_NCCL: Final = 1.5 * GIB
+CONTEXT_NCCL_BEFORE: Final = 0.95 * GIB
+CONTEXT_NCCL_PLAIN: Final = 0.12 * GIB
+CONTEXT_DOUBT: Final = 0.2 * GIB
 
 CAPTURE_SIZES: Final = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Batch sizes that CUDA graphs are captured for by default, up to twice ``max_num_seqs``."""
@@ -74,7 +82,7 @@ class Allowance:
         non_torch: what libraries take outside of PyTorch, above the context.
         graphs: CUDA graphs; 0 with ``--enforce-eager``.
         graphs_in_budget: the release takes them out of the budget.
-        context: gone before vLLM looks at free memory.
+        context: gone before vLLM looks at free memory, to within CONTEXT_DOUBT.
         uncertainty: how far the sum that bears on the KV cache may be off.
     """
 
@@ -91,30 +99,35 @@ class Allowance:
         return self.activation + self.non_torch + (self.graphs if self.graphs_in_budget else 0)
 
 
-def allowances(shape: Shape, pool: Pool, flags: Flags, quantization: str | None) -> tuple[Allowance, ...]:
+def allowances(
+    shape: Shape, pool: Pool, flags: Flags, device: Device, quantization: str | None
+) -> tuple[Allowance, ...]:
     """The allowance of each pipeline stage's GPUs.
 
     Args:
         shape: the model's sizes.
         pool: its KV pool, for the settings in effect and the kinds of layers.
         flags: what the server is told.
+        device: the card.
         quantization: the scheme of the weights, or None.
     """
     wide = pool.release.version < CALIBRATED_SINCE or shape.has_tower or _unmeasured(pool)
     share = WIDE_DOUBT_SHARE if wide else DOUBT_SHARE
     graphs = 0 if flags.enforce_eager else _graphs(shape, pool.settings)
     graphs_in_budget = pool.release.graph_estimate_default
+    non_torch, non_torch_doubt = _non_torch(pool, device)
     stages = len(pool.stages)
 
     def one(stage: int) -> Allowance:
         activation = _activation(shape, pool, flags, quantization, last=stage == stages - 1)
-        doubt = BASE_DOUBT + share * activation + (GRAPH_DOUBT_SHARE * graphs if graphs_in_budget else 0)
+        doubt = BASE_DOUBT + non_torch_doubt + share * activation
+        doubt += GRAPH_DOUBT_SHARE * graphs if graphs_in_budget else 0
         return Allowance(
             activation=activation,
-            non_torch=_non_torch(pool.release, pool.settings),
+            non_torch=int(non_torch),
             graphs=graphs,
             graphs_in_budget=graphs_in_budget,
-            context=int(CONTEXT + (CONTEXT_NCCL if pool.settings.tp > 1 else 0)),
+            context=context_bytes(flags, device, pool.release),
             uncertainty=int(doubt),
         )
 
@@ -152,11 +165,28 @@ def _expert_row(experts: Experts, hidden: int, flags: Flags) -> int:
     return experts.active * (max(2 * width, hidden) + max(width, hidden))
 
 
-def _non_torch(release: Release, settings: Settings) -> int:
-    recent = release.version >= NON_TORCH_SINCE
-    if settings.tp > 1:
-        return int(NON_TORCH_NCCL if recent else OLD_NON_TORCH_NCCL)
-    return int(NON_TORCH if recent else OLD_NON_TORCH)
+def _non_torch(pool: Pool, device: Device) -> tuple[float, float]:
+    """Bytes, and by how much more they may be off than the base says."""
+    recent = pool.release.version >= NON_TORCH_SINCE
+    if pool.settings.tp == 1:
+        return (NON_TORCH if recent else NON_TORCH_BEFORE), 0
+    if not has_nvlink_buffers(device):
+        return NON_TORCH_NCCL_BEFORE, NON_TORCH_NCCL_DOUBT
+    return (NON_TORCH_NCCL if recent else NON_TORCH_NCCL_BEFORE), 0
+
+
+def context_bytes(flags: Flags, device: Device, release: Release) -> int:
+    """What is gone on an idle card when vLLM looks at its free memory."""
+    if flags.tp == 1:
+        return int(CONTEXT)
+    if not has_nvlink_buffers(device):
+        return int(CONTEXT + CONTEXT_NCCL_PLAIN)
+    return int(CONTEXT + (CONTEXT_NCCL if release.version >= NON_TORCH_SINCE else CONTEXT_NCCL_BEFORE))
+
+
+def has_nvlink_buffers(device: Device) -> bool:
+    """NCCL keeps large buffers there; taken for granted where the card is not known."""
+    return device.capability is None or device.capability[0] in (9, 10)
 
 
 def _graphs(shape: Shape, settings: Settings) -> int:

@@ -18,7 +18,7 @@ from kvwatch.blockmath.pool import Pool, plan_pool
 from kvwatch.blockmath.releases import Release
 from kvwatch.blockmath.startup import RankMemory, Verdict, judge, requested_bytes
 from kvwatch.blockmath.weights import Weights, weight_bytes
-from kvwatch.forecast.allowance import CONTEXT, CONTEXT_NCCL, Allowance, allowances
+from kvwatch.forecast.allowance import CONTEXT_DOUBT, Allowance, allowances, context_bytes
 from kvwatch.forecast.shape import shape_of
 
 MODELLED_WEIGHTS_DOUBT: Final = 0.05
@@ -26,6 +26,9 @@ MODELLED_WEIGHTS_DOUBT: Final = 0.05
 
 CHECKPOINT_DOUBT: Final = 0.10
 """Share of the checkpoint's files by which they may differ from what one GPU holds of them."""
+
+IN_FLIGHT_SCHEMES: Final = frozenset({"fp8", "bitsandbytes", "experts_int8"})
+"""Values of ``--quantization`` that vLLM applies to unquantized weights while it loads them."""
 
 GIVEN_DOUBT: Final = 64 << 20
 """Bytes. Figures taken from a log are rounded and differ a little from run to run."""
@@ -138,8 +141,7 @@ def size_up(scenario: Scenario) -> Sizing:
     flags, release = scenario.flags, scenario.release
     pool = plan_pool(scenario.config, flags, device=scenario.device, release=release)
     weights, stages = _memory(scenario, pool)
-    multiple = flags.tp > 1
-    context = int(CONTEXT + (CONTEXT_NCCL if multiple else 0))
+    context = context_bytes(flags, scenario.device, release)
     ranks = [
         RankMemory(
             gpu=f"cuda:{index * flags.tp}",
@@ -150,6 +152,7 @@ def size_up(scenario: Scenario) -> Sizing:
             foreign_bytes=0,
             graph_bytes=_late_graphs(stage.allowance),
             uncertainty_bytes=stage.uncertainty,
+            free_uncertainty_bytes=int(CONTEXT_DOUBT),
         )
         for index, stage in enumerate(stages)
     ]
@@ -220,7 +223,8 @@ def _weights(scenario: Scenario) -> Weights | None:
 def _held(scenario: Scenario, weights: Weights | None, stages: int) -> tuple[tuple[int, ...], float]:
     """Bytes of weights on a GPU of each stage, and the share of them that is in doubt."""
     if weights is not None:
-        held = tuple(own + weights.mla_absorbed_bytes for own in weights.bytes_per_rank)
+        pairs = zip(weights.bytes_per_rank, weights.mla_absorbed_bytes, strict=True)
+        held = tuple(own + absorbed for own, absorbed in pairs)
         return held, 0.0 if weights.basis == "exact" else MODELLED_WEIGHTS_DOUBT
     if scenario.weight_bytes is not None:
         return (scenario.weight_bytes,) * stages, 0.0
@@ -237,7 +241,8 @@ def _beside(scenario: Scenario, pool: Pool, weights: Weights | None) -> tuple[Al
     shape = shape_of(ModelConfig.read(scenario.config, scenario.flags.hf_overrides))
     if shape is None:
         raise Unsupported("incomplete_config", "config.json: hidden_size or num_hidden_layers is missing")
-    return allowances(shape, pool, scenario.flags, weights.quantization if weights else None)
+    quantization = weights.quantization if weights else None
+    return allowances(shape, pool, scenario.flags, scenario.device, quantization)
 
 
 def _stage(
@@ -252,6 +257,9 @@ def _assumptions(scenario: Scenario, pool: Pool, weights: Weights | None) -> tup
     found = ["the cards are idle: nothing else holds memory"]
     if pool.basis == "inferred":
         found.append("the architecture is not known; its KV layers were read from its structure")
+    asked = scenario.flags.quantization
+    if asked and asked not in IN_FLIGHT_SCHEMES and not scenario.config.get("quantization_config"):
+        found.append(f"there is a checkpoint quantized with {asked}")
     if weights is not None:
         found += weights.assumptions
     elif scenario.weight_bytes is None and scenario.non_kv_bytes is None:

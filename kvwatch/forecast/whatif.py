@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,19 +14,9 @@ from kvwatch.forecast.sizing import Scenario, Sizing, try_size_up
 
 TENSOR_PARALLEL_SIZES: Final = (1, 2, 4, 8)
 HIGHER_UTILIZATION: Final = 0.95
+MAX_UTILIZATION: Final = 0.98
+"""Above this, graphs and the sampler have no room left outside of the budget."""
 FEWER_REQUESTS: Final = 256
-
-FOUR_BIT: Final[Mapping[str, Any]] = {
-    "quant_method": "awq",
-    "bits": 4,
-    "group_size": 128,
-    "zero_point": True,
-    "version": "gemm",
-}
-"""What a 4-bit checkpoint's config.json says; such weights cannot be made by a flag."""
-
-QUANTIZED_CHECKPOINTS: Final[Mapping[str, Mapping[str, Any]]] = {"awq": FOUR_BIT}
-"""Values of ``quantization`` in a table that stand for another checkpoint of the same model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +61,73 @@ def _scenarios(sizing: Sizing, gpu: Gpu | None) -> Iterator[tuple[str, Scenario]
     if sizing.weights is not None and sizing.weights.quantization is None:
         if gpu is None or gpu.capability >= (8, 0):
             yield _typed(scenario, quantization="fp8")
-        yield "a 4-bit checkpoint (AWQ)", _quantized(scenario, FOUR_BIT)
+        yield "a 4-bit checkpoint (AWQ)", _typed(scenario, quantization="awq")[1]
     if not measured and scenario.weight_bytes is None:
-        following = _next_parallel(scenario)
-        if following is not None:
-            yield _typed(scenario, tensor_parallel_size=following)
+        for size in _larger_parallel(scenario):
+            yield _typed(scenario, tensor_parallel_size=size)
+
+
+def remedies(sizing: Sizing) -> tuple[str, ...]:
+    """Single changes that make a plan start for sure, each one tried, as they are typed."""
+    result = sizing.verdict.blocking or next(
+        (check for check in sizing.verdict.checks if check.passed is None), None
+    )
+    if result is None:
+        return ()
+    candidates = _REMEDIES[result.check](sizing)
+    found: dict[str, str] = {}
+    for name, value in candidates:
+        if name not in found:
+            text, changed = _typed(sizing.scenario, **{name: value})
+            outcome = try_size_up(changed)
+            if isinstance(outcome, Sizing) and outcome.feasible:
+                found[name] = text
+    return tuple(found.values())
+
+
+def _shorter_lengths(sizing: Sizing) -> Iterator[tuple[str, Any]]:
+    if sizing.safe_length:
+        yield "max_model_len", sizing.safe_length
+    yield from _utilizations(sizing, up=True)
+
+
+def _utilizations(sizing: Sizing, *, up: bool) -> Iterator[tuple[str, Any]]:
+    """In steps of 0.01, the nearest first."""
+    scenario = sizing.scenario
+    present = scenario.flags.gpu_memory_utilization or scenario.release.default_utilization
+    if up:
+        steps = range(math.floor(present * 100) + 1, round(MAX_UTILIZATION * 100) + 1)
+    else:
+        steps = range(math.ceil(present * 100) - 1, 0, -1)
+    yield from (("gpu_memory_utilization", step / 100) for step in steps)
+
+
+def _fewer_requests(sizing: Sizing) -> Iterator[tuple[str, Any]]:
+    """The blocks that there are for sure, then halves."""
+    present = sizing.pool.settings.max_num_seqs
+    doubtful = [stage.available - stage.uncertainty for stage in sizing.stages]
+    sure = sizing.pool.num_blocks(doubtful)
+    if 0 < sure < present:
+        yield "max_num_seqs", sure
+    while present > 1:
+        present //= 2
+        yield "max_num_seqs", present
+
+
+def _outside_the_budget(sizing: Sizing) -> Iterator[tuple[str, Any]]:
+    yield from _fewer_requests(sizing)
+    yield from _utilizations(sizing, up=False)
+
+
+_REMEDIES: Final[Mapping[str, Callable[[Sizing], Iterator[tuple[str, Any]]]]] = {
+    "derived_length": lambda _: iter(()),
+    "free_memory": functools.partial(_utilizations, up=False),
+    "kv_memory": _shorter_lengths,
+    "one_request": _shorter_lengths,
+    "state_slots": _fewer_requests,
+    "sampler_warmup": _outside_the_budget,
+    "graph_capture": _outside_the_budget,
+}
 
 
 def _typed(scenario: Scenario, **flags: Any) -> tuple[str, Scenario]:
@@ -87,11 +141,6 @@ def flag_text(name: str, value: object) -> str:
     return typed if value is True else f"{typed} {value}"
 
 
-def _quantized(scenario: Scenario, quantization: Mapping[str, Any]) -> Scenario:
-    config = {**scenario.config, "quantization_config": dict(quantization)}
-    return replace(scenario, config=config, flags=scenario.flags.with_changes(quantization=None))
-
-
 def _shorter(sizing: Sizing) -> int:
     """The length to type where the present one does not fit, else half of it."""
     present = sizing.pool.settings.max_model_len
@@ -100,14 +149,16 @@ def _shorter(sizing: Sizing) -> int:
     return sizing.safe_length if sizing.safe_length < present else present // 2
 
 
-def _next_parallel(scenario: Scenario) -> int | None:
-    """The next tensor-parallel size that divides the model."""
+def _larger_parallel(scenario: Scenario) -> Iterator[int]:
+    """The next tensor-parallel sizes that divide the model, up to the first that starts."""
     for size in TENSOR_PARALLEL_SIZES:
-        if size > scenario.flags.tp:
-            changed = replace(scenario, flags=scenario.flags.with_changes(tensor_parallel_size=size))
-            if isinstance(try_size_up(changed), Sizing):
-                return size
-    return None
+        if size <= scenario.flags.tp:
+            continue
+        result = try_size_up(_typed(scenario, tensor_parallel_size=size)[1])
+        if isinstance(result, Sizing):
+            yield size
+            if result.feasible:
+                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +217,7 @@ def sweep(scenario: Scenario, axes: Mapping[str, Sequence[Any]]) -> tuple[SweepR
     """The plan at every combination of some flags' values, the last axis fastest. None = not given."""
     names = tuple(axes)
     return tuple(
-        SweepRow(dict(zip(names, values, strict=True)), try_size_up(_at(scenario, names, values)))
+        SweepRow(changed, try_size_up(_typed(scenario, **changed)[1]))
         for values in itertools.product(*axes.values())
+        if (changed := dict(zip(names, values, strict=True)))
     )
-
-
-def _at(scenario: Scenario, names: Sequence[str], values: Sequence[Any]) -> Scenario:
-    flags = dict(zip(names, values, strict=True))
-    checkpoint = QUANTIZED_CHECKPOINTS.get(str(flags.get("quantization")))
-    if checkpoint is not None and not scenario.config.get("quantization_config"):
-        del flags["quantization"]
-        scenario = _quantized(scenario, checkpoint)
-    return replace(scenario, flags=scenario.flags.with_changes(**flags))
