@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from kvwatch.blockmath.errors import Unsupported
 from kvwatch.blockmath.modelconfig import ModelConfig
 from kvwatch.blockmath.weights.decoders import DECODERS, Builder
+from kvwatch.blockmath.weights.encoders import ENCODERS
 from kvwatch.blockmath.weights.multimodal import MULTIMODAL
 from kvwatch.blockmath.weights.parts import Model
 from kvwatch.blockmath.weights.shard import Shard
 
-BUILDERS: Mapping[str, Builder] = {**DECODERS, **MULTIMODAL}
+BUILDERS: Mapping[str, Builder] = {**DECODERS, **MULTIMODAL, **ENCODERS}
 
 
 def build(config: ModelConfig, shard: Shard) -> Model:

@@ -14,7 +14,7 @@ from kvwatch.blockmath.weights.parts import Linear, Model, Part, Parts
 from kvwatch.blockmath.weights.schemes import Scheme, scheme_of
 from kvwatch.blockmath.weights.shard import WHOLE, Shard
 
-ITEMSIZE = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
+ITEMSIZE = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2, "int32": 4}
 UNNAMED_METHOD = "quantization_config names no quant_method: counted as unquantized, as vLLM reads it"
 
 

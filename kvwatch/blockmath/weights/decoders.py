@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from kvwatch.blockmath.modelconfig import Section
 from kvwatch.blockmath.weights.dense import DENSE
 from kvwatch.blockmath.weights.gemma import GEMMA
+from kvwatch.blockmath.weights.hyper import HYPER
 from kvwatch.blockmath.weights.mla import LATENT
 from kvwatch.blockmath.weights.moe import SPARSE
 from kvwatch.blockmath.weights.parts import Model
@@ -15,7 +16,7 @@ from kvwatch.blockmath.weights.shard import Shard
 
 Builder = Callable[[Section, Section, Shard], Model]
 
-DECODERS: Mapping[str, Builder] = {**DENSE, **SPARSE, **LATENT, **RECURRENT, **GEMMA}
+DECODERS: Mapping[str, Builder] = {**DENSE, **SPARSE, **LATENT, **RECURRENT, **GEMMA, **HYPER}
 
 TEXT_ARCHITECTURES: Mapping[str, str] = {
     "cohere2": "Cohere2ForCausalLM",

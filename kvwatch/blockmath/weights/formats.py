@@ -69,9 +69,9 @@ NF4 = Format(4, group=64)
 BNB_INT8 = Format(8, group=CHANNEL)
 
 
-def fp8_block(rows: int, inputs: int) -> Format:
-    """FP8 with one float32 scale per block."""
-    return Format(8, group=inputs, block=rows)
+def fp8_block(rows: int, inputs: int, scale: int = 4) -> Format:
+    """FP8 with one scale per block: float32, or one byte."""
+    return Format(8, group=inputs, block=rows, scale=scale)
 
 
 def packed_int(bits: int, group: int, *, zeros: bool = True) -> Format:

@@ -76,13 +76,13 @@ def deepseek(
         return Decoder(sparse_list((Mlp(),), (experts,), (attention, Norms(norms))))
 
     def plan(f: Section, i: int) -> Layer:
-        mixer = LatentAttention(indexer=_picks_tokens(f, i))
+        mixer = LatentAttention(indexer=picks_tokens(f, i))
         return sparse_list((Mlp(),), (experts,), (mixer, Norms(norms)))(f, i)
 
     return Decoder(plan)
 
 
-def _picks_tokens(f: Section, i: int) -> bool:
+def picks_tokens(f: Section, i: int) -> bool:
     """Whether layer ``i`` has an indexer of its own instead of sharing that of a layer before."""
     kinds, pattern = f.get("indexer_types"), f.get("index_topk_pattern")
     if kinds:

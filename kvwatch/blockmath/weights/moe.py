@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from kvwatch.blockmath.modelconfig import Section
 from kvwatch.blockmath.weights.decoder import UNSPLIT, Decoder, Layer, Plan, dense_first, uniform
-from kvwatch.blockmath.weights.layers import Attention, Experts, Mlp, Norms
+from kvwatch.blockmath.weights.layers import (
+    Attention,
+    Experts,
+    Mlp,
+    Norms,
+    column,
+    head_dim,
+    heads,
+    hidden,
+)
+from kvwatch.blockmath.weights.parts import Block, Parts, With
+from kvwatch.blockmath.weights.shard import Shard
 
 BIASED = Attention(qkv_bias="attention_bias", out_bias="attention_bias")
 PER_HEAD = Attention(qkv_bias="attention_bias", qk_norm="head")
@@ -153,7 +164,37 @@ ARIA = Decoder(
     )
 )
 
+
+def _laguna(f: Section, i: int) -> Layer:
+    """Laguna: a gate per head or channel on attention, heads that may differ by layer."""
+    stated = f.get("num_attention_heads_per_layer")
+    attention: Block = _laguna_attention
+    if stated:
+        attention = With(attention, (("num_attention_heads", stated[i]),))
+    kinds = f.get("mlp_layer_types")
+    dense = kinds[i] == "dense" if kinds else i in (f.get("mlp_only_layers") or ())
+    return (attention, Mlp() if dense else LAGUNA_EXPERTS, Norms())
+
+
+def _laguna_attention(f: Section, s: Shard) -> Parts:
+    parts = Attention(qkv_bias="attention_bias", qk_norm="head")(f, s)
+    gating = f.get("gating")
+    if not gating:
+        return parts
+    each = 1 if gating is True or gating == "per-head" else head_dim(f)
+    return (*parts, column("self_attn.g_proj", hidden(f), heads(f) * each, s=s))
+
+
+LAGUNA_EXPERTS = Experts(
+    ("num_experts",),
+    ("moe_intermediate_size",),
+    correction=True,
+    shared_width="shared_expert_intermediate_size",
+    shared_name="mlp.shared_expert",
+)
+
 SPARSE = {
+    "LagunaForCausalLM": Decoder(_laguna),
     "AriaTextModel": ARIA,
     "MixtralForCausalLM": MIXTRAL,
     "GraniteMoeForCausalLM": GRANITE_MOE,

@@ -20,6 +20,7 @@ from kvwatch.blockmath.weights.towers import (
     internvl,
     llama4_vision,
     minicpm_vision,
+    moonvit,
     muse_vision,
     qformer,
     qwen2_5_omni_audio,
@@ -203,6 +204,9 @@ MULTIMODAL = {
     ),
     "Llama4ForConditionalGeneration": Composite(
         (_vision("llama4_vision_model", llama4_vision),), "Llama4ForCausalLM"
+    ),
+    "KimiK25ForConditionalGeneration": Composite(
+        (_vision("kimi_k25_vision", moonvit),), "DeepseekV3ForCausalLM"
     ),
     "LlavaForConditionalGeneration": LLAVA,
     "LlavaNextForConditionalGeneration": LLAVA_NEXT,

@@ -234,6 +234,15 @@ def _group_format(group: Mapping[str, Any]) -> Format:
     raise Unsupported("unknown_quantization", f"compressed-tensors weights {dict(weights)} are not known")
 
 
+def _deepseek_v4(config: ModelConfig, q: Mapping[str, Any]) -> Scheme:
+    """FP8 blocks for linear layers, experts as ``expert_dtype`` or ``moe_quant_algo`` say."""
+    four_bits = config.text.get("expert_dtype", "fp4") == "fp4"
+    rows, inputs = q.get("weight_block_size", (128, 128))
+    linear = fp8_block(rows, inputs, scale=1 if four_bits else 4)
+    experts = NVFP4 if str(q.get("moe_quant_algo")).upper() == "NVFP4" else MXFP4 if four_bits else linear
+    return Scheme("deepseek_v4_fp8", linear, experts, Names.of(q.get("modules_to_not_convert") or ()))
+
+
 METHODS: Mapping[str, Callable[[str, Mapping[str, Any]], Scheme]] = {
     "fp8": _fp8,
     "fbgemm_fp8": lambda name, q: uniform(name, FP8_CHANNEL, _ignored(q)),
@@ -274,6 +283,8 @@ def scheme_of(config: ModelConfig, asked: str | None) -> Scheme | None:
         Unsupported: the scheme is not known.
     """
     own = config.root.get("quantization_config") or config.text.get("quantization_config")
+    if isinstance(own, Mapping) and config.text.model_type == "deepseek_v4":
+        return _deepseek_v4(config, own)
     if isinstance(own, Mapping) and own.get("quant_method"):
         method = str(own["quant_method"])
         if method not in METHODS:

@@ -375,6 +375,29 @@ def muse_vision(f: Section, text: Section, root: Section, s: Shard) -> Parts:
     )
 
 
+def moonvit(f: Section, _text: Section, _root: Section, s: Shard) -> Parts:
+    """Kimi's MoonViT, its table of positions, and the merger to the decoder."""
+    width, out = f.whole("vt_hidden_size"), f.whole("text_hidden_size")
+    rows, columns = square(f["merge_kernel_size"])
+    merged = f.whole("mm_hidden_size") * rows * columns
+    return (
+        patch_embedding(f, width, bias=True),
+        Tensor("pos_emb", f.whole("init_pos_emb_height") * f.whole("init_pos_emb_width") * width),
+        *Encoder()(
+            f,
+            s,
+            width=width,
+            inner=f.whole("vt_intermediate_size"),
+            layers=f.whole("vt_num_hidden_layers"),
+            heads=f.whole("vt_num_attention_heads"),
+        ),
+        norm("final_layernorm", width, bias=True),
+        norm("mm_projector.pre_norm", f.whole("mm_hidden_size"), bias=True),
+        replicated("mm_projector.linear_1", merged, merged, bias=True),
+        replicated("mm_projector.linear_2", merged, out, bias=True),
+    )
+
+
 def minicpm_vision(f: Section, text: Section, root: Section, s: Shard) -> Parts:
     """MiniCPM-V's SigLIP with a merger in the middle of the stack and one at its end."""
     width = hidden(f)

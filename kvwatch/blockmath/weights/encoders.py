@@ -1,0 +1,154 @@
+"""Encoders, encoder-decoders and other models that are no plain decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvwatch.blockmath.modelconfig import Section
+from kvwatch.blockmath.weights.layers import (
+    Attention,
+    Mlp,
+    Norms,
+    column,
+    heads,
+    hidden,
+    norm,
+    replicated,
+    row,
+)
+from kvwatch.blockmath.weights.parts import Linear, Model, Parts, Tensor
+from kvwatch.blockmath.weights.shard import Shard
+from kvwatch.blockmath.weights.towers import Encoder, patch_embedding, patches, whisper_encoder
+
+BIASED = Attention(qkv_bias=True, out_bias=True)
+PLAIN_MLP = Mlp(gated=False, bias=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Bert:
+    """BERT and its kin: three embeddings, post-norm layers.
+
+    Attributes:
+        pooler: the class has a pooling layer.
+    """
+
+    pooler: bool = False
+
+    def __call__(self, _root: Section, f: Section, s: Shard) -> Model:
+        width = hidden(f)
+        types = f.whole("type_vocab_size", 0)
+        embeddings: Parts = (
+            Tensor("word_embeddings", s.vocab(f.whole("vocab_size")) * width),
+            Tensor("position_embeddings", f.whole("max_position_embeddings") * width),
+            Tensor("token_type_embeddings", s.vocab(types) * width if types else 0),
+            norm("LayerNorm", width, bias=True),
+        )
+        layer = BIASED(f, s) + PLAIN_MLP(f, s) + Norms(bias=True)(f, s)
+        pooler = (replicated("pooler.dense", width, width, bias=True),) if self.pooler else ()
+        return Model(embeddings, [layer] * f.whole("num_hidden_layers"), pooler, pipeline=False)
+
+
+def modernbert(_root: Section, f: Section, s: Shard) -> Model:
+    """ModernBERT: rotary positions, gated networks, no attention norm in the first layer."""
+    width = hidden(f)
+    attention = Attention(qkv_bias="attention_bias", out_bias="attention_bias")(f, s)
+    body = attention + Mlp(bias="mlp_bias")(f, s)
+    bias = bool(f.get("norm_bias"))
+    first, other = ((*body, norm("norms", count * width, bias=bias)) for count in (1, 2))
+    embeddings = (
+        Tensor("tok_embeddings", s.vocab(f.whole("vocab_size")) * width),
+        norm("norm", width, bias=bias),
+    )
+    layers = [first] + [other] * (f.whole("num_hidden_layers") - 1)
+    return Model(embeddings, layers, (norm("final_norm", width, bias=bias),), pipeline=False)
+
+
+def whisper(_root: Section, f: Section, s: Shard) -> Model:
+    """Whisper: an encoder over the spectrogram, a decoder with cross attention, tied embeddings."""
+    width, total = f.whole("d_model"), f.whole("decoder_attention_heads")
+    own = s.of(total, "decoder heads") * (width // total)
+    inner = f.whole("decoder_ffn_dim")
+    projections: Parts = (
+        Linear("self_attn.qkv_proj", width, 3 * own, 3 * own, pieces=3),
+        Linear("self_attn.out_proj", own, width, width),
+        Linear("encoder_attn.q_proj", width, own, own),
+        Linear("encoder_attn.kv_proj", width, 2 * own, 2 * own, pieces=2),
+        Linear("encoder_attn.out_proj", own, width, width),
+    )
+    layer = (
+        *projections,
+        column("fc1", width, inner, s=s, bias=True),
+        row("fc2", inner, width, s=s, bias=True),
+        norm("norms", 3 * width, bias=True),
+    )
+    embeddings = (
+        Tensor("embed_tokens", f.whole("vocab_size") * width),
+        Tensor("embed_positions", f.whole("max_target_positions") * width),
+    )
+    encoder = whisper_encoder(f, divided=True, positions=True, s=s, qkv_bias=True)
+    return Model(
+        embeddings,
+        [layer] * f.whole("decoder_layers"),
+        (norm("layer_norm", width, bias=True),),
+        encoder,
+        layer_prefix="model.decoder.layers",
+        pipeline=False,
+    )
+
+
+def siglip_pair(root: Section, text: Section, s: Shard) -> Model:
+    """SigLIP: a text encoder with a head, and a vision encoder with an attention pool."""
+    vision = Section(root.own.get("vision_config") or {}, "siglip_vision_model")
+    width, inner = hidden(text), text.whole("intermediate_size")
+    text_layers = Encoder()(
+        text, s, width=width, inner=inner, layers=text.whole("num_hidden_layers"), heads=heads(text)
+    )
+    opening: Parts = (
+        Tensor("token_embedding", s.vocab(text.whole("vocab_size")) * width),
+        Tensor("position_embedding", s.vocab(text.whole("max_position_embeddings")) * width),
+    )
+    closing: Parts = (
+        norm("final_layer_norm", width, bias=True),
+        replicated("head", width, text.whole("projection_size", width), bias=True),
+    )
+    return Model(opening, [], closing, text_layers + _pooled_vision(vision, s), pipeline=False)
+
+
+def _pooled_vision(f: Section, s: Shard) -> Parts:
+    width, inner = hidden(f), f.whole("intermediate_size")
+    return (
+        patch_embedding(f, width, bias=True),
+        Tensor("position_embedding", patches(f) * width),
+        *Encoder()(f, s, width=width, inner=inner, layers=f.whole("num_hidden_layers"), heads=heads(f)),
+        norm("post_layernorm", width, bias=True),
+        Tensor("head.probe", width),
+        Tensor("head.attention", 4 * width * (width + 1)),
+        norm("head.layernorm", width, bias=True),
+        column("head.mlp.fc1", width, inner, s=s, bias=True),
+        row("head.mlp.fc2", inner, width, s=s, bias=True),
+    )
+
+
+def hrm_text(_root: Section, f: Section, s: Shard) -> Model:
+    """HRM: two stacks that take turns, norms without scales, gated attention."""
+    layer = Attention(gated=True)(f, s) + Mlp()(f, s)
+    rows = s.vocab(f.whole("vocab_size"))
+    return Model(
+        (Tensor("embed_tokens", rows * hidden(f)), Tensor("z_L_init", hidden(f))),
+        [layer] * (2 * f.whole("num_layers_per_stack")),
+        (Linear("lm_head", hidden(f), rows, kind="head"),),
+        pipeline=False,
+    )
+
+
+ENCODERS: dict[str, Callable[[Section, Section, Shard], Model]] = {
+    "BertModel": Bert(),
+    "RobertaModel": Bert(),
+    "XLMRobertaModel": Bert(),
+    "ErnieModel": Bert(pooler=True),
+    "ModernBertModel": modernbert,
+    "WhisperForConditionalGeneration": whisper,
+    "SiglipModel": siglip_pair,
+    "HrmTextForCausalLM": hrm_text,
+}
