@@ -36,6 +36,7 @@ HTML = "text/html; charset=utf-8"
 
 _MAX_REQUESTS_PER_CONNECTION = 1_000
 _GZIP_LEVEL = 5
+_ROOM_SECONDS = 0.01  # until a connection that was cut has given its descriptor back
 _READ = ("GET", "HEAD")
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="kvwatch"'}
 _RETRY = {"Retry-After": "1"}
@@ -194,7 +195,7 @@ class ExporterServer:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._connections.make_room()
-                self._closing.wait(self._limits.tick)
+                self._closing.wait(_ROOM_SECONDS)
             return
         sock.settimeout(None)
         connection = Connection(sock)
@@ -213,6 +214,9 @@ class ExporterServer:
 
     def _work(self, connection: Connection) -> None:
         try:
+            if connection.sock.family != socket.AF_UNIX:
+                # Else an answer over TLS waits 40 ms for the client to acknowledge the end of the handshake.
+                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             settings = WebSettings() if self._web_config is None else self._web_config.current()
             if settings.tls is not None:
                 connection.sock = settings.tls.wrap_socket(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ class ScriptedServer:
     ``released`` is set when the server ends: an answer that hangs waits for it.
     """
 
-    def __init__(self, answers: Mapping[str, Answer]) -> None:
+    def __init__(self, answers: Mapping[str, Answer], tls: ssl.SSLContext | None = None) -> None:
         self.answers = dict(answers)
         self.requests: list[tuple[str, dict[str, str], int]] = []
         self.released = threading.Event()
@@ -25,6 +26,7 @@ class ScriptedServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
                 outer.requests.append((self.path, dict(self.headers), self.client_address[1]))
@@ -40,7 +42,13 @@ class ScriptedServer:
                 pass
 
         self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        scheme = "http"
+        if tls is not None:
+            scheme = "https"
+            self._server.socket = tls.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        self.url = f"{scheme}://127.0.0.1:{self._server.server_port}"
 
     def paths(self) -> list[str]:
         return [path for path, _, _ in self.requests]

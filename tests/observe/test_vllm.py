@@ -3,15 +3,18 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvwatch.observe.records import Engine, Failure, ServedModel, VllmRecord
 from kvwatch.observe.vllm import VllmSource, used_blocks
+from tests.export.webclient import make_certificate
 from tests.observe.scripted_server import Answer, ScriptedServer, drip, hang, raw, reply, status
 from tests.observe.vllm_pages import gauge, info, page, recorded
 
@@ -338,6 +341,32 @@ def test_nobody_listens() -> None:
 def test_tls_to_a_plain_server(server: ScriptedServer) -> None:
     source = VllmSource(server.url.replace("http", "https"))
     assert failure(source).reason == "tls"
+    source.close()
+
+
+@pytest.fixture
+def tls_server(tmp_path: Path) -> Iterator[ScriptedServer]:
+    make_certificate(tmp_path, "server")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    with ScriptedServer({"/metrics": reply(LOADED)}, context).running() as running:
+        yield running
+
+
+def test_tls_is_verified(tls_server: ScriptedServer, tmp_path: Path) -> None:
+    for verify in (str(tmp_path / "server.crt"), False):
+        source = VllmSource(tls_server.url, verify=verify)
+        assert record(source).engines[0].running == 14.0
+        source.close()
+    source = VllmSource(tls_server.url)
+    assert failure(source).reason == "tls"
+    source.close()
+
+
+def test_a_tls_server_that_drips(tls_server: ScriptedServer) -> None:
+    tls_server.answers["/metrics"] = drip(HEAD, b"X", tls_server.released)
+    source = VllmSource(tls_server.url, verify=False, deadline=0.5)
+    assert failure(source).reason == "timeout"
     source.close()
 
 
