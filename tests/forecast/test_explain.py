@@ -164,6 +164,12 @@ def test_utilization_stays_below_the_limit() -> None:
     assert ruled_out(diagnosis, "more than 0.98")
 
 
+def test_no_card_is_that_large() -> None:
+    diagnosis = diagnose(told(gpu_memory_utilization=0.9), needed(202752, 71.16, 28.57, 81392))
+    assert ruled_out(diagnosis, "a card of at least 532 GiB")
+    assert not any("more per GPU" in remedy.text for remedy in diagnosis.remedies)
+
+
 def test_utilization_does_not_size_a_cache_given_in_bytes() -> None:
     diagnosis = diagnose(told(kv_cache_memory_bytes=2**30), snapshot(79.1, 79.19), needed(65536, 2.0, 1.0))
     assert not advised(diagnosis, "--gpu-memory-utilization")
@@ -284,6 +290,11 @@ def test_no_blocks_without_numbers_invents_none() -> None:
     assert not advised(diagnosis, "--gpu-memory-utilization")
     assert any("the log does not say how much" in remedy.text for remedy in diagnosis.remedies)
     assert ruled_out(diagnose(told(gpu_memory_utilization=0.95), NO_BLOCKS), "0.95")
+
+
+def test_smaller_batches_are_smaller_than_the_given_ones() -> None:
+    diagnosis = diagnose(told(max_num_batched_tokens=1024, max_num_seqs=8), NO_BLOCKS)
+    assert "--max-num-batched-tokens 512 --max-num-seqs 4" in typed(diagnosis)
 
 
 def test_graph_estimate_that_ate_the_card() -> None:

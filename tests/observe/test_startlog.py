@@ -277,6 +277,11 @@ def test_finding_names_its_process_and_line() -> None:
     assert (cause.process, cause.pid, cause.line) == ("Worker_TP1", 448, 2)
 
 
+def test_text_does_not_run_on_into_the_next_line() -> None:
+    cause = root("(A pid=1) ValueError: No available memory for the cache blocks.\n(A pid=1) Process A:\n")
+    assert cause.text == "ValueError: No available memory for the cache blocks."
+
+
 # --- root cause, stages, attempts -----------------------------------------------------------------
 
 CAPTURE_OOM = """\
@@ -360,6 +365,22 @@ def test_the_last_failed_start_counts() -> None:
 
 def root_kinds(log: StartLog) -> list[str]:
     return [finding.kind for finding in log.failures]
+
+
+def test_requests_of_a_serving_log_do_not_count() -> None:
+    refused = (
+        "ERROR 01-01 00:00:00 [serving.py:1]   Value error, max_tokens must be positive [type=value_error]"
+    )
+    assert root_kinds(read_log([refused])) == ["config_invalid"]
+    assert root_kinds(read_log([STARTED_LINE, refused])) == []
+
+
+def test_a_hub_that_does_not_answer_is_not_the_cause() -> None:
+    hub = "ERROR 01-01 00:00:00 [weight_utils.py:1] LocalEntryNotFoundError, retrying 1 of 2"
+    assert root(hub).kind == "model_not_found"
+    assert root([hub, "ValueError: No available memory for the cache blocks."]).kind == (
+        "no_available_memory_for_blocks"
+    )
 
 
 # --- arguments ------------------------------------------------------------------------------------
