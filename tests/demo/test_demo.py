@@ -89,6 +89,13 @@ def test_the_numbers_belong_together(node: ScriptedClock, monitor: Monitor) -> N
     assert forecast.verdict.longest_length == (blocks - 1) * 16
 
 
+@pytest.mark.parametrize("minute", range(30))
+def test_no_card_is_ever_overcommitted(node: ScriptedClock, monitor: Monitor, minute: int) -> None:
+    for state in cycle_at(node, monitor, minute).snapshot.gpus:
+        assert state.gpu.memory is not None
+        assert state.gpu.memory.free > 0
+
+
 def test_other_paths_are_not_found(node: ScriptedClock) -> None:
     assert requests.get(f"http://127.0.0.1:{node.port}/nothing", timeout=5).status_code == 404
 
