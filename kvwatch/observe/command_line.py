@@ -23,6 +23,13 @@ from kvwatch.observe.records import Failure
 from kvwatch.observe.serve_flags import RETIRED_VALUES, Arity, arity, resolve, resolve_short
 
 DEFAULT_PORT = 8000
+MAX_ARGUMENTS = 1000
+"""Any user can start a process that looks like a server; no real one has as many arguments."""
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The safe loader written in C, where PyYAML has it: the other takes seconds for a hostile file."""
+_MAX_DEPTH = 20
+_MAX_JSON = 64 * 1024
 
 _SERVE = "serve"
 _SERVE_SCRIPTS = frozenset({"vllm"})
@@ -141,6 +148,9 @@ def parse_command_line(
         What could be read. What could not is named in ``failures``; the rest is kept.
     """
     failures: list[Failure] = []
+    if len(arguments) > MAX_ARGUMENTS:
+        failures.append(Failure("launch", "too_many_arguments", f"only {MAX_ARGUMENTS} arguments were read"))
+        arguments = arguments[:MAX_ARGUMENTS]
     serve = bool(arguments) and arguments[0] == _SERVE
     config = _ConfigFile(read_file, negatable=not serve)
     config_file, merged = _merge_config(arguments[serve:], config, failures)
@@ -210,27 +220,27 @@ def _config_words(file: str, config: _ConfigFile, failures: list[Failure]) -> li
         failures.append(Failure("launch", "config_unread", f"--config {file} was not read"))
         return []
     try:
-        entries = yaml.safe_load(config.read(file))
+        entries = yaml.load(config.read(file), Loader=_LOADER)  # noqa: S506
+        if not isinstance(entries, Mapping):
+            raise ValueError("not a mapping of flags")
+        return [
+            word
+            for key, value in entries.items()
+            for word in _entry_words(str(key), value, negatable=config.negatable)
+        ]
     except OSError as error:
         detail = f"--config {file} cannot be read: {error.strerror or error}"
         failures.append(Failure("launch", "config_unreadable", detail))
-        return []
-    except (yaml.YAMLError, ValueError) as error:
-        failures.append(Failure("launch", "config_broken", f"--config {file} is not YAML: {_where(error)}"))
-        return []
-    if not isinstance(entries, Mapping):
-        failures.append(Failure("launch", "config_broken", f"--config {file} is not a mapping of flags"))
-        return []
-    return [
-        word
-        for key, value in entries.items()
-        for word in _entry_words(str(key), value, negatable=config.negatable)
-    ]
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        failures.append(
+            Failure("launch", "config_broken", f"--config {file} cannot be read: {_where(error)}")
+        )
+    return []
 
 
 def _where(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
-    return f"line {mark.line + 1}" if mark is not None else type(error).__name__
+    return f"no YAML in line {mark.line + 1}" if mark is not None else str(error)
 
 
 def _entry_words(key: str, value: object, *, negatable: bool) -> list[str]:
@@ -241,11 +251,23 @@ def _entry_words(key: str, value: object, *, negatable: bool) -> list[str]:
             negated = f"no-{key.replace('_', '-')}"
             return [f"--{negated}"] if negatable and resolve(negated) == negated else []
         case list():
-            return [f"--{key}", *map(str, value)] if value else []
-        case dict():
-            return [f"--{key}", json.dumps(value, default=str)]
+            return [f"--{key}", *map(_word, value)] if value else []
         case _:
-            return [f"--{key}", str(value)]
+            return [f"--{key}", _word(value)]
+
+
+def _word(value: object) -> str:
+    """A YAML value as a word. Aliases can make a small file a huge value, so an end is put to it."""
+    if not isinstance(value, list | dict):
+        return str(value)
+    parts: list[str] = []
+    size = 0
+    for part in json.JSONEncoder(default=str).iterencode(value):
+        parts.append(part)
+        size += len(part)
+        if size > _MAX_JSON:
+            raise ValueError(f"a value is longer than {_MAX_JSON} characters")
+    return "".join(parts)
 
 
 # --- words ---------------------------------------------------------------------------------------------
@@ -328,7 +350,7 @@ class _Scan:
         written, listed = written.removesuffix("+"), written.endswith("+")
         head, *keys = written.split(".")
         name, _ = _resolve(head)
-        if name is None:
+        if name is None or len(keys) > _MAX_DEPTH:
             self._note_unknown(head)
         elif _key(name) in _OBJECTS:
             value: Any = given.split(",") if listed else _json_or_text(given)
@@ -383,7 +405,7 @@ def _resolve(written: str) -> tuple[str | None, str | None]:
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         pass
     try:
         return human_readable_int(text)
@@ -413,6 +435,7 @@ def _text(value: object) -> str | None:
 def _flags(values: Mapping[str, Any], failures: list[Failure]) -> Flags:
     wanted = {name: values.get(name) for name in (*_FIELDS, "attention_config")}
     wanted["speculative_config"] = _speculative_config(values, failures)
+    wanted["hf_overrides"] = _object(wanted["hf_overrides"], "hf_overrides", failures)
     attention = _object(wanted.pop("attention_config"), "attention_config", failures) or {}
     wanted["attention_backend"] = _text(wanted["attention_backend"]) or attention.get("backend")
     good: dict[str, object] = {}
@@ -444,8 +467,8 @@ def _object(value: object, name: str, failures: list[Failure]) -> Mapping[str, A
         return None
     try:
         parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        failures.append(_bad_flag(name, f"not JSON: {error.msg}"))
+    except (ValueError, RecursionError) as error:
+        failures.append(_bad_flag(name, f"not JSON: {error}"))
         return None
     if not isinstance(parsed, dict):
         failures.append(_bad_flag(name, "not a JSON object"))

@@ -19,6 +19,7 @@ from kvwatch.observe.procfs import (
     namespace_inode,
     process_root,
     read_environment,
+    read_regular_file,
     resolve_in_root,
     working_directory,
 )
@@ -60,24 +61,36 @@ _TITLE = re.compile(
     r"^(?P<prefix>.+)::(?:DP)?(?:EngineCore|Worker|APIServer|Coordinator|DPCoordinator)(?:_|$)"
 )
 _DEAD_STATES = frozenset("ZX")
-_CONFIG_LIMIT = 1 << 20
+_CONFIG_LIMIT = 64 * 1024
 _ALL_OR_NONE = frozenset({"", "all", "none", "void"})
 
 
+RETRY_CYCLES = 10
+
+
 class LaunchSource:
-    """Finds servers, and keeps what was read of each while it runs: a file edited later told it nothing."""
+    """Finds servers, and keeps what was read of each while it runs: a file edited later told it nothing.
+
+    A server that could not be read completely is read again, once in ``RETRY_CYCLES`` times.
+    """
 
     def __init__(self, proc_root: Path = PROC) -> None:
         self._root = proc_root
         self._read: dict[tuple[int, float, tuple[str, ...]], Launch] = {}
+        self._cycle = 0
 
     def read(self, processes: ProcessRecord) -> tuple[Launch, ...]:
-        """All servers, by pid. One that could not be read completely is read again each time."""
+        """All servers, by pid."""
+        self._cycle += 1
+        retry = self._cycle % RETRY_CYCLES == 0
         found: dict[tuple[int, float, tuple[str, ...]], Launch] = {}
         for process, arguments in _server_processes(processes):
             key = (process.pid, process.start_time, process.argv)
-            found[key] = self._read.get(key) or read_launch(process, arguments, proc_root=self._root)
-        self._read = {key: launch for key, launch in found.items() if not launch.failures}
+            known = self._read.get(key)
+            if known is None or (known.failures and retry):
+                known = read_launch(process, arguments, proc_root=self._root)
+            found[key] = known
+        self._read = found
         return tuple(found.values())
 
 
@@ -197,9 +210,8 @@ class _ConfigReader:
         if not file.startswith("/") and self._cwd is None:
             raise FileNotFoundError(2, "the working directory of the server is unknown")
         path = resolve_in_root(self._root, f"{self._cwd}/{file}" if not file.startswith("/") else file)
-        with path.open(encoding="utf-8") as stream:
-            self.modified = path.stat().st_mtime
-            return stream.read(_CONFIG_LIMIT)
+        self.modified = path.stat().st_mtime
+        return read_regular_file(path, limit=_CONFIG_LIMIT).decode()
 
 
 def _environment(proc_root: Path, pid: int) -> tuple[dict[str, str], tuple[Failure, ...]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvwatch.observe.procfs import PROC, error_reason, process_root, resolve_in_root
+from kvwatch.observe.procfs import PROC, error_reason, process_root, read_regular_file, resolve_in_root
 from kvwatch.observe.records import Failure, Launch, ModelConfig, Process
 
 CONFIG_LIMIT = 8 << 20
@@ -83,7 +83,7 @@ class ModelSource:
         changed = view.file(weights).stat().st_mtime_ns
         stamp = _Stamp(str(path), status.st_mtime_ns, status.st_ino, status.st_size, weights, changed)
         if stamp not in self._read:
-            config = _load(path, status.st_size)
+            config = _load(path)
             if isinstance(config, Failure):
                 return config
             self._read = {old: model for old, model in self._read.items() if old.path != stamp.path}
@@ -190,12 +190,10 @@ def _home(uid: int | None) -> str | None:
 # --- files ----------------------------------------------------------------------------------------------
 
 
-def _load(path: Path, size: int) -> Mapping[str, Any] | Failure:
-    if size > CONFIG_LIMIT:
-        return _failure("too_large", f"{path} has {size} bytes, more than {CONFIG_LIMIT}")
+def _load(path: Path) -> Mapping[str, Any] | Failure:
     try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
+        config = json.loads(read_regular_file(path, limit=CONFIG_LIMIT))
+    except (ValueError, RecursionError) as error:
         return _failure("broken_json", f"{path} is not JSON: {error}")
     if not isinstance(config, dict):
         return _failure("not_an_object", f"{path} holds no JSON object")

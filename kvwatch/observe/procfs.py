@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Collection
 from pathlib import Path
 
@@ -31,6 +32,23 @@ def read_bytes(path: str, *, limit: int, directory: int | None = None) -> bytes:
         return b"".join(parts)
     finally:
         os.close(descriptor)
+
+
+def read_regular_file(path: Path, *, limit: int) -> bytes:
+    """The contents of a file that somebody else named: a pipe or device is refused rather than waited for.
+
+    Raises:
+        OSError: EINVAL for what is no regular file, EFBIG for more than ``limit`` bytes, else as the kernel
+        says.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        data = stream.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"more than {limit} bytes", str(path))
+    return data
 
 
 def basename(path: str) -> str:

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -180,14 +181,19 @@ ANY_FLAGS = st.fixed_dictionaries(
 )
 
 
+@cache
+def shortest_prefix(option: str) -> int:
+    """How many letters of a flag's name tell it from all others."""
+    return next((n for n in range(1, len(option)) if resolve(option[:n]) == option), len(option))
+
+
 def spell(name: str, value: object, chance: random.Random) -> list[str]:
     """One flag in one of the ways in which it can be written."""
     option = name.replace("_", "-")
     if value is False:
         option = f"no-{option}"
     if chance.random() < 0.3:
-        shortest = next((n for n in range(1, len(option)) if resolve(option[:n]) == option), len(option))
-        option = option[: chance.randint(shortest, len(option))]
+        option = option[: chance.randint(shortest_prefix(option), len(option))]
     written = f"--{option.replace('-', '_') if chance.random() < 0.3 else option}"
     short = next((each for each, full in SHORT.items() if full == name.replace("_", "-")), None)
     if short and chance.random() < 0.5 and value is not False:
@@ -202,7 +208,7 @@ def spell(name: str, value: object, chance: random.Random) -> list[str]:
     return [f"{written}={text}"] if chance.random() < 0.5 else [written, text]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(ANY_FLAGS, st.randoms(use_true_random=False))
 def test_any_flags_in_any_spelling_come_back(values: dict[str, Any], chance: random.Random) -> None:
     groups = [spell(name, value, chance) for name, value in values.items()]
@@ -342,7 +348,39 @@ def test_broken_config_file(text: str, reason: str) -> None:
 
 
 def test_broken_config_file_names_the_line() -> None:
-    assert "line 2" in parse("m --config c.yaml", c="a: 1\nb: [").failures[0].detail
+    assert "line 2" in parse("m --config c.yaml", c="a: 1\nb: }").failures[0].detail
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf-overrides: " + "[" * 5000,
+        "\n".join(
+            ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+            + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+        ),
+        "a: 2020-99-99",
+    ],
+    ids=["deep", "bomb", "date"],
+)
+def test_hostile_config_file(text: str) -> None:
+    assert reasons(parse("m --config c.yaml", c=text)) == ["config_broken"]
+
+
+def test_hostile_arguments() -> None:
+    nested = "[" * 100_000
+    line = parse_command_line(
+        ["serve", "m", "--hf-overrides", nested, "-sc.a", nested, f"--speculative-config{'.a' * 9999}", "1"]
+        * 2
+    )
+    assert line.flags.model == "m"
+    assert "--speculative-config" in line.unknown_flags
+
+
+def test_endless_arguments() -> None:
+    line = parse_command_line(["serve", "m", *["-x"] * 100_000, "--max-num-seqs", "3"])
+    assert line.flags == Flags(model="m")
+    assert reasons(line) == ["too_many_arguments"]
 
 
 def test_unreadable_config_file() -> None:

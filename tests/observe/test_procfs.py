@@ -10,6 +10,7 @@ from kvwatch.observe.procfs import (
     process_root,
     read_bytes,
     read_environment,
+    read_regular_file,
     resolve_in_root,
     split_arguments,
     working_directory,
@@ -28,6 +29,17 @@ def test_reads_up_to_the_limit(tmp_path: Path, size: int, limit: int) -> None:
     data = os.urandom(size)
     (tmp_path / "file").write_bytes(data)
     assert read_bytes(str(tmp_path / "file"), limit=limit) == data[:limit]
+
+
+def test_file_that_another_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    assert read_regular_file(tmp_path / "file", limit=3) == b"abc"
+    with pytest.raises(OSError, match="more than 2 bytes"):
+        read_regular_file(tmp_path / "file", limit=2)
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(OSError, match=r"regular file|Is a directory"):
+            read_regular_file(name, limit=10)
 
 
 @pytest.mark.parametrize(
