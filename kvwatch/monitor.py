@@ -10,21 +10,21 @@ from kvwatch.config import Config
 from kvwatch.export.cycle import Cycle, SelfState
 from kvwatch.forecast.bundle import forecast
 from kvwatch.node import join
-from kvwatch.observe.cycle import Observer, Sources
+from kvwatch.observe.cycle import NodeObserver
 
 
 class Monitor:
-    """Runs cycles over one set of sources."""
+    """Runs cycles over one observer, which has the same configuration."""
 
     def __init__(
         self,
-        sources: Sources,
+        observer: NodeObserver,
         config: Config,
         *,
         now: Callable[[], float] = time.time,
         simulated: bool = False,
     ) -> None:
-        self._observer = Observer(sources, config, now=now)
+        self._observer = observer
         self._now = now
         self._simulated = simulated
         self._cycles = 0

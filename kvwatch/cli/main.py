@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from kvwatch import __version__
-from kvwatch.cli import check_config, demo, explain, plan, run, status
+from kvwatch.cli import capture, check_config, demo, explain, plan, run, status
 
-COMMANDS = (run, status, plan, explain, demo, check_config)
+COMMANDS = (run, status, plan, explain, capture, demo, check_config)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -14,9 +14,9 @@ from kvwatch.cli.common import (
     add_config_argument,
     add_log_arguments,
     complain,
-    config_or_complain,
     start_logging,
 )
+from kvwatch.cli.watched import Watched, add_replay_argument, watched_or_complain
 from kvwatch.config import Config
 from kvwatch.daemon import Daemon
 from kvwatch.export.content import render
@@ -24,7 +24,6 @@ from kvwatch.export.server import DEFAULT_LIMITS, ExporterServer
 from kvwatch.export.textfile import write_textfile
 from kvwatch.export.webconfig import WebConfig
 from kvwatch.monitor import Monitor
-from kvwatch.observe.local import LocalSources
 
 log = logging.getLogger("kvwatch")
 
@@ -37,6 +36,7 @@ def add_parser(commands: Any) -> None:
         description="Watches this node and serves the page for Prometheus.",
     )
     add_config_argument(parser)
+    add_replay_argument(parser)
     parser.add_argument("--once", action="store_true", help="one cycle; print the page and end")
     parser.add_argument(
         "--textfile",
@@ -64,15 +64,14 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Watch until told to stop. Exit code 0; 2 when the configuration or an address cannot be used."""
-    config = config_or_complain(args.config)
-    if config is None:
+    watched = watched_or_complain(args, adjust=lambda config: _with_overrides(config, args))
+    if watched is None:
         return EXIT_USAGE
     start_logging(args.log_level)
-    config = _with_overrides(config, args)
-    monitor = Monitor(LocalSources(config.poll), config)
     if args.once:
-        return _once(monitor, args.textfile)
-    daemon = Daemon(monitor, config_path=config.source, textfile=args.textfile)
+        return _once(watched, args.textfile)
+    monitor = watched.monitor
+    daemon = Daemon(monitor, config_path=monitor.config.source, textfile=args.textfile)
     return serve(monitor, daemon)
 
 
@@ -85,9 +84,8 @@ def _with_overrides(config: Config, args: argparse.Namespace) -> Config:
     return replace(config, web=web)
 
 
-def _once(monitor: Monitor, textfile: Path | None) -> int:
-    content = render(monitor.cycle(), monitor.config)
-    monitor.close()
+def _once(watched: Watched, textfile: Path | None) -> int:
+    content = render(watched.look(), watched.monitor.config)
     if textfile is None:
         sys.stdout.buffer.write(content.metrics)
         return 0

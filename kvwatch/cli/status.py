@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvwatch.cli.common import EXIT_USAGE, add_config_argument, config_or_complain
+from kvwatch.cli.common import EXIT_USAGE, add_config_argument
+from kvwatch.cli.watched import add_replay_argument, watched_or_complain
 from kvwatch.export.cycle import Cycle
 from kvwatch.export.document import as_json
 from kvwatch.export.text import status_text
-from kvwatch.monitor import Monitor
-from kvwatch.observe.local import LocalSources
 
 EXIT_FEASIBLE = 0
 EXIT_INFEASIBLE = 1
@@ -26,18 +25,17 @@ def add_parser(commands: Any) -> None:
         epilog="exit code: 0 every server would start again, 1 some would not, 2 unknown or error",
     )
     add_config_argument(parser)
+    add_replay_argument(parser)
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the status; the exit code is the verdict."""
-    config = config_or_complain(args.config)
-    if config is None:
+    watched = watched_or_complain(args)
+    if watched is None:
         return EXIT_USAGE
-    monitor = Monitor(LocalSources(config.poll), config)
-    cycle = monitor.cycle()
-    monitor.close()
+    cycle = watched.look()
     print(as_json(cycle, indent=2) if args.json else status_text(cycle))
     return exit_code(cycle)
 

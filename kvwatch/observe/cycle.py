@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -108,6 +108,19 @@ class Observation:
     sources: tuple[SourceStatus, ...] = ()
 
 
+class NodeObserver(Protocol):
+    """What a monitor asks once per cycle: the sources of a node, or captures of one."""
+
+    def observe(self) -> Observation:
+        """One cycle."""
+
+    def reconfigure(self, config: Config) -> None:
+        """Use another configuration from the next cycle on."""
+
+    def close(self) -> None:
+        """Let go of what is held between cycles."""
+
+
 @dataclass(slots=True)
 class _Server:
     """A server's reader and guards, kept from cycle to cycle."""
@@ -176,8 +189,8 @@ class Observer:
 
     def _with_configured(self, found: tuple[_Found, ...]) -> tuple[_Found, ...]:
         """Discovered servers with the configuration laid over them, then those only configured."""
-        by_url = {_same_address(settings.url): settings for settings in self._config.servers}
-        merged = [_overlay(one, by_url.pop(_same_address(one.launch.base_url or ""), None)) for one in found]
+        by_url = {same_address(settings.url): settings for settings in self._config.servers}
+        merged = [_overlay(one, by_url.pop(same_address(one.launch.base_url or ""), None)) for one in found]
         merged.extend(_overlay(_configured_only(settings), settings) for settings in by_url.values())
         return tuple(merged)
 
@@ -241,7 +254,8 @@ def _key(one: _Found) -> str:
     return f"{one.launch.base_url} {one.launch.pid} {one.launch.start_time}"
 
 
-def _same_address(url: str) -> str:
+def same_address(url: str) -> str:
+    """The address in one form, for comparison."""
     return url.replace("//localhost:", "//127.0.0.1:").rstrip("/")
 
 
@@ -258,8 +272,11 @@ def _configured_only(settings: ServerConfig) -> _Found:
 
 
 def _overlay(one: _Found, settings: ServerConfig | None) -> _Found:
+    return replace(one, launch=overlaid(one.launch, settings), settings=settings)
+
+
+def overlaid(launch: Launch, settings: ServerConfig | None) -> Launch:
+    """What a server was told, with the flags of its entry in the configuration in place of its own."""
     if settings is None:
-        return one
-    overrides: Mapping[str, object] = settings.flags.given()
-    launch = replace(one.launch, flags=one.launch.flags.with_changes(**overrides))
-    return replace(one, launch=launch, settings=settings)
+        return launch
+    return replace(launch, flags=launch.flags.with_changes(**settings.flags.given()))
