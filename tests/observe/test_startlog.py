@@ -10,12 +10,13 @@ from itertools import cycle, islice
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwatch.observe.startlog import Finding, StartLog, classify_line, flags_of, logged_arguments, read_log
 from tests.support import ROOT, shared_dir
 
+PATIENT = settings(deadline=None)  # a loaded machine is no failure
 SAMPLES = [
     json.loads(line) for line in (ROOT / "tests/vectors/public/error_samples.jsonl").read_text().splitlines()
 ]
@@ -180,12 +181,14 @@ def test_no_failure(text: str) -> None:
     assert read_log([text]).failures == ()
 
 
+@PATIENT
 @given(st.binary(max_size=300).map(lambda octets: octets.decode("latin-1")))
 def test_random_text_never_fails(text: str) -> None:
     finding = classify_line(text)
     assert finding is None or not finding.is_failure
 
 
+@PATIENT
 @given(st.lists(st.text(alphabet="aA1 .:'\"([{}]),=\n\tKGiB/", max_size=80), max_size=30))
 def test_random_lines_never_fail(lines: list[str]) -> None:
     assert read_log(lines).failures == ()
@@ -236,6 +239,7 @@ BARE = [
 WRAPPABLE = [sample for sample in BARE if len(sample["text"]) > 60 and "\n" not in sample["text"]]
 
 
+@PATIENT
 @given(st.sampled_from(BARE), OUTER, INNER, ENDS)
 def test_prefixes_change_nothing(sample: dict[str, Any], outer: str, inner: str, end: str) -> None:
     if sample["kind"] == "host_oom_killed" and inner:
@@ -245,6 +249,7 @@ def test_prefixes_change_nothing(sample: dict[str, Any], outer: str, inner: str,
     assert holds(root(["before", *text.splitlines(), "after"]), sample)
 
 
+@PATIENT
 @given(st.sampled_from(FAILURES), ENDS, st.sampled_from(["message", "msg", "log"]), OUTER)
 def test_json_logs(sample: dict[str, Any], end: str, key: str, outer: str) -> None:
     line = outer + json.dumps({"level": "error", key: sample["text"] + end, "stream": "stderr"})
@@ -252,6 +257,7 @@ def test_json_logs(sample: dict[str, Any], end: str, key: str, outer: str) -> No
     assert holds(root([line]), sample)
 
 
+@PATIENT
 @given(st.sampled_from(WRAPPABLE), st.integers(48, 220), st.booleans(), st.booleans(), OUTER, INNER)
 def test_wrapping_changes_nothing(
     sample: dict[str, Any], width: int, hard: bool, repeated: bool, outer: str, inner: str
@@ -415,6 +421,15 @@ def test_arguments_of_a_namespace_and_of_the_engine() -> None:
 
 def test_arguments_are_never_evaluated() -> None:
     assert logged_arguments("non-default args: {'model': __import__('os').getcwd()}") == {}
+
+
+@PATIENT
+@given(st.text(alphabet="{}()[]'\"\\\\=:,. 0aA-<>", max_size=60))
+def test_arguments_of_garbage(text: str) -> None:
+    for opening in ("non-default args: {", "args: Namespace(", "with config: "):
+        arguments = logged_arguments(opening + text)
+        assert all(isinstance(name, str) for name in arguments)
+        flags_of(arguments)
 
 
 def test_flags_leave_out_what_they_do_not_take() -> None:
