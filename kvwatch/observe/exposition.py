@@ -16,12 +16,14 @@ MAX_LINE_BYTES = 64 * 1024
 MAX_SERIES = 5_000
 
 _BLANKS = frozenset((b" ", b"\t"))
-_LABEL = re.compile(r'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]|\\[\\"n])*)"[ \t]*(,|(?=\}))')
-_LABELS_END = re.compile(r"[ \t]*\}")
-_VALUE = re.compile(
-    r"[ \t]*([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?:inf|infinity)|nan)"
-    r"(?:[ \t]+[+-]?[0-9]+)?[ \t]*\r?",
-    re.IGNORECASE | re.ASCII,
+# Possessive quantifiers: a line that is wrong near its end must not be tried in a million ways.
+_NAME = r"[a-zA-Z_][a-zA-Z0-9_]*+"
+_TEXT = r'(?:[^"\\]|\\[\\"n])*+'
+_PAIR = re.compile(rf'[ \t]*+({_NAME})[ \t]*+=[ \t]*+"({_TEXT})"')
+_PAIRS = rf'(?:[ \t]*+{_NAME}[ \t]*+=[ \t]*+"{_TEXT}"[ \t]*+(?:,|(?=\}})))*+[ \t]*+'
+_NUMBER = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?i:inf|infinity)|(?i:nan)"
+_SAMPLE = re.compile(
+    rf"[ \t]*+(?:\{{({_PAIRS})\}})?[ \t]*+({_NUMBER})(?:[ \t]+[+-]?[0-9]+)?[ \t]*\r?", re.ASCII
 )
 _ESCAPE = re.compile(r'\\([\\"n])')
 _UNESCAPED = {"\\": "\\", '"': '"', "n": "\n"}
@@ -100,28 +102,17 @@ def _parse(name: str, rest: bytes) -> Sample:
         text = rest.decode()
     except UnicodeDecodeError as error:
         raise MalformedPage("not_utf8", f"a line of {name} is not UTF-8") from error
-    labels, position = _parse_labels(name, text)
-    value = _VALUE.fullmatch(text, position)
-    if value is None:
-        raise _bad_sample(name, "value", text, position)
-    return Sample(name, labels, float(value[1]))
+    sample = _SAMPLE.fullmatch(text)
+    if sample is None:
+        raise MalformedPage("bad_sample", f"{name}: not a sample: {text[:80]!r}")
+    pairs = _PAIR.findall(sample[1] or "")
+    labels = dict(pairs)
+    if len(labels) < len(pairs):
+        raise MalformedPage("bad_sample", f"{name}: a label is given twice: {text[:80]!r}")
+    if "\\" in text:
+        labels = {label: _ESCAPE.sub(_unescape, value) for label, value in pairs}
+    return Sample(name, labels, float(sample[2]))
 
 
-def _parse_labels(name: str, text: str) -> tuple[dict[str, str], int]:
-    labels: dict[str, str] = {}
-    position = len(text) - len(text.lstrip(" \t"))
-    if not text.startswith("{", position):
-        return labels, position
-    position += 1
-    while (end := _LABELS_END.match(text, position)) is None:
-        label = _LABEL.match(text, position)
-        if label is None or label[1] in labels:
-            raise _bad_sample(name, "label", text, position)
-        labels[label[1]] = _ESCAPE.sub(lambda escape: _UNESCAPED[escape[1]], label[2])
-        position = label.end()
-    return labels, end.end()
-
-
-def _bad_sample(name: str, part: str, text: str, position: int) -> MalformedPage:
-    excerpt = text[position : position + 40]
-    return MalformedPage("bad_sample", f"{name}: no valid {part} at {excerpt!r}")
+def _unescape(escape: re.Match[str]) -> str:
+    return _UNESCAPED[escape[1]]

@@ -93,6 +93,7 @@ class HttpClient:
         self._timeouts = (connect_timeout, read_timeout)
         self._max_bytes = max_bytes
         self._expired = threading.Event()
+        self._requests: dict[str, requests.PreparedRequest] = {}
         self._adapter = _AbortableAdapter()
         self._session = requests.Session()
         self._session.trust_env = False
@@ -142,12 +143,8 @@ class HttpClient:
         if self._expired.is_set():
             raise _overdue(path)
         try:
-            with self._session.get(
-                self.base_url + path,
-                headers={"Accept": accept},
-                timeout=self._timeouts,
-                allow_redirects=False,
-                stream=True,
+            with self._session.send(
+                self._prepared(path, accept), timeout=self._timeouts, allow_redirects=False, stream=True
             ) as response:
                 body = self._body(path, response)
         except HttpError as error:
@@ -164,6 +161,13 @@ class HttpClient:
             raise _overdue(path)
         content_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         return Reply(response.status_code, content_type, body)
+
+    def _prepared(self, path: str, accept: str) -> requests.PreparedRequest:
+        """The request, made once: that costs as much as sending it."""
+        if path not in self._requests:
+            request = requests.Request("GET", self.base_url + path, headers={"Accept": accept})
+            self._requests[path] = self._session.prepare_request(request)
+        return self._requests[path]
 
     def _body(self, path: str, response: requests.Response) -> bytes:
         body = _Body(path, response.headers.get("Content-Encoding", ""), self._max_bytes)

@@ -39,7 +39,15 @@ def server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def source(server: ScriptedServer) -> Iterator[VllmSource]:
-    source = VllmSource(server.url, read_timeout=0.3, deadline=0.6)
+    source = VllmSource(server.url, read_timeout=20, deadline=40)
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def hasty(server: ScriptedServer) -> Iterator[VllmSource]:
+    """A source that soon gives up."""
+    source = VllmSource(server.url, read_timeout=0.7, deadline=1.0)
     yield source
     source.close()
 
@@ -299,9 +307,9 @@ def test_a_compressed_page_above_the_limit(server: ScriptedServer) -> None:
     source.close()
 
 
-def test_a_server_that_hangs(server: ScriptedServer, source: VllmSource) -> None:
+def test_a_server_that_hangs(server: ScriptedServer, hasty: VllmSource) -> None:
     server.answers["/metrics"] = hang(server.released)
-    assert failure(source).reason == "timeout"
+    assert failure(hasty).reason == "timeout"
 
 
 @pytest.mark.parametrize(
@@ -314,18 +322,18 @@ def test_a_server_that_hangs(server: ScriptedServer, source: VllmSource) -> None
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"0"),
     ],
 )
-def test_a_server_that_drips(server: ScriptedServer, source: VllmSource, start: bytes, byte: bytes) -> None:
+def test_a_server_that_drips(server: ScriptedServer, hasty: VllmSource, start: bytes, byte: bytes) -> None:
     server.answers["/metrics"] = drip(start, byte, server.released)
     begun = time.monotonic()
-    assert failure(source).reason == "timeout"
-    assert time.monotonic() - begun < 3
+    assert failure(hasty).reason == "timeout"
+    assert time.monotonic() - begun < 10
     server.answers["/metrics"] = reply(LOADED)
-    assert record(source).engines[0].running == 14.0
+    assert record(hasty).engines[0].running == 14.0
 
 
-def test_metadata_shares_the_deadline(server: ScriptedServer, source: VllmSource) -> None:
+def test_metadata_shares_the_deadline(server: ScriptedServer, hasty: VllmSource) -> None:
     server.answers["/version"] = drip(HEAD, b"X", server.released)
-    result = record(source)
+    result = record(hasty)
     assert result.engines[0].running == 14.0
     assert (result.version, result.models) == (None, None)
     assert reasons(result) == ["timeout", "timeout"]
@@ -378,14 +386,14 @@ def test_an_address_that_cannot_be_asked(url: str) -> None:
         VllmSource(url)
 
 
-def test_threads_and_descriptors_are_given_back(server: ScriptedServer, source: VllmSource) -> None:
-    record(source)
+def test_threads_and_descriptors_are_given_back(server: ScriptedServer, hasty: VllmSource) -> None:
+    record(hasty)
     before = threading.active_count()
     for answer in (drip(HEAD, b"X", server.released), raw(b""), status(503)):
         server.answers["/metrics"] = answer
-        failure(source)
+        failure(hasty)
     server.answers["/metrics"] = reply(LOADED)
-    record(source)
+    record(hasty)
     workers = [thread.name for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     assert workers == []
     assert threading.active_count() <= before + 3  # the test server's own threads
