@@ -94,6 +94,7 @@ def dense_backend(
     cache: str,
     sinks: bool = False,
     image_prefix: bool = False,
+    block_size: int | None = None,
 ) -> Backend:
     """The backend of standard attention layers.
 
@@ -104,6 +105,7 @@ def dense_backend(
         cache: the KV cache's, ``auto`` for the model's own.
         sinks: the layer has attention sinks.
         image_prefix: tokens of one image see each other.
+        block_size: the size that was asked for.
     """
     if device.kind == "cpu":
         return CPU_ATTN
@@ -111,14 +113,17 @@ def dense_backend(
         return TURBOQUANT
     major = generation(device)
     quantized = cache not in UNQUANTIZED
+    wide = FLASH_ATTN_WIDE_FP8
+    if quantized and head_size == 512 and block_size is not None and not wide.supports(block_size):
+        return TRITON_ATTN
     if dtype not in HALF or (quantized and cache not in FP8):
         return TRITON_ATTN
     if image_prefix:
         if major == 9 and head_size in (256, 512):
-            return FLASH_ATTN_WIDE_FP8 if quantized and head_size == 512 else TRITON_FLASH_ATTN
+            return wide if quantized and head_size == 512 else TRITON_FLASH_ATTN
         return TRITON_ATTN
     if major == 9 and head_size % 8 == 0 and head_size <= 512:
-        return FLASH_ATTN_WIDE_FP8 if quantized and head_size == 512 else FLASH_ATTN
+        return wide if quantized and head_size == 512 else FLASH_ATTN
     if major == 10 and head_size in (64, 128, 256):
         return FLASHINFER
     if head_size % 8 == 0 and head_size <= 256 and not quantized and not sinks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from kvwatch.blockmath.errors import Unsupported
@@ -97,6 +98,28 @@ _GROUPS: Final[tuple[tuple[Callable[[Context], Layout], TraitsOf, str], ...]] = 
         Phi4MultimodalForCausalLM
         """,
     ),
+    (
+        decoder.layers,
+        _traits(pooling=True),
+        """
+        GPT2ForSequenceClassification Gemma2Model InternLM2ForRewardModel LlamaModel MistralModel
+        Qwen2ForProcessRewardModel Qwen2ForRewardModel Qwen2Model
+        """,
+    ),
+    (
+        decoder.no_cache,
+        _traits(pooling=True, encoder_only=True),
+        """
+        BertForMaskedLM BertForSequenceClassification BertForTokenClassification BertModel
+        BertSpladeSparseEmbeddingModel BgeM3EmbeddingModel CLIPModel ColBERTJinaRobertaModel
+        ColBERTModernBertModel ColModernVBertForRetrieval EmbeddingGemma2Model GteModel
+        GteNewForSequenceClassification GteNewModel HF_ColBERT ModernBertForSequenceClassification
+        ModernBertForTokenClassification ModernBertModel NomicBertModel RobertaForMaskedLM
+        RobertaForSequenceClassification RobertaForTokenClassification RobertaModel SiglipModel
+        TransformersEmbeddingModel XLMRobertaForSequenceClassification XLMRobertaForTokenClassification
+        XLMRobertaModel ErnieModel
+        """,
+    ),
     (decoder.with_sinks, plain, "GptOssForCausalLM"),
     (
         decoder.layers,
@@ -174,6 +197,19 @@ _GROUPS: Final[tuple[tuple[Callable[[Context], Layout], TraitsOf, str], ...]] = 
 FAMILIES: Final[Mapping[str, Family]] = {
     name: Family(layers, traits) for layers, traits, names in _GROUPS for name in names.split()
 }
+
+
+TIED_UNSPLIT: Final = frozenset({"Ernie4_5_MoeForCausalLM"})
+"""Architectures that cannot be split over pipeline stages where input and output embeddings are one
+matrix.
+"""
+
+
+def traits_of(config: ModelConfig, family: Family) -> Traits:
+    """What the model is."""
+    traits = family.traits(config)
+    tied = config.architecture in TIED_UNSPLIT and config.text.get("tie_word_embeddings")
+    return replace(traits, pipeline=False) if config.architecture in UNSPLIT or tied else traits
 
 
 def family_of(config: ModelConfig) -> Family:

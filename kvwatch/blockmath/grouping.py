@@ -18,7 +18,6 @@ from kvwatch.blockmath.specs import (
     WINDOW_KINDS,
     Kind,
     LayerSpec,
-    Load,
     ceil_div,
     round_up,
 )
@@ -56,12 +55,6 @@ class Group:
     def num_layers(self) -> int:
         """Layers of the group over all stages."""
         return sum(sum(counts) for _, counts in self.members)
-
-    def blocks(self, length: int, load: Load) -> int:
-        """Blocks that one request of ``length`` tokens takes from this group's table."""
-        if not self.uniform_type:
-            return self.spec.blocks(length, load)
-        return max(spec.blocks(length, load) for spec, _ in self.members)
 
     def page_bytes(self, stage: int) -> int:
         """Bytes of the group's layers in one block of one stage."""

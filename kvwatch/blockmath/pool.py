@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from kvwatch.blockmath import blocksize
 from kvwatch.blockmath import settings as settings_module
 from kvwatch.blockmath.device import Device
+from kvwatch.blockmath.drafts import with_draft
+from kvwatch.blockmath.encoders import check_encoders
 from kvwatch.blockmath.errors import Refused
-from kvwatch.blockmath.families import UNSPLIT, family_of
+from kvwatch.blockmath.families import family_of, traits_of
 from kvwatch.blockmath.flags import Flags
-from kvwatch.blockmath.grouping import Group, Stage, bytes_per_block, group_layers
+from kvwatch.blockmath.grouping import (
+    CountedLayers,
+    Group,
+    Stage,
+    bytes_per_block,
+    count_layers,
+    group_layers,
+)
 from kvwatch.blockmath.layouts.base import Basis, Context, Layout
 from kvwatch.blockmath.modelconfig import ModelConfig
 from kvwatch.blockmath.releases import Release
 from kvwatch.blockmath.settings import Settings
-from kvwatch.blockmath.specs import LayerSpec, Load
+from kvwatch.blockmath.specs import Growth, LayerSpec, Load
+
+MAMBA_MODES: Final = {"one": "none", "length": "all"}
+"""The cache mode that counts state blocks as releases before the modes did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +47,35 @@ class PoolStage:
 
 
 @dataclass(frozen=True, slots=True)
+class Demand:
+    """What the check for one request adds up: for each stage, bytes per block of each kind of growth.
+
+    Attributes:
+        growths: the distinct ways in which blocks grow with the length.
+        weights: bytes per stage and growth.
+    """
+
+    growths: tuple[Growth, ...]
+    weights: tuple[tuple[int, ...], ...]
+
+    def bytes(self, length: int) -> tuple[int, ...]:
+        """Bytes per stage at a length."""
+        blocks = [growth.blocks(length) for growth in self.growths]
+        return tuple(
+            sum(weight * count for weight, count in zip(weights, blocks, strict=True))
+            for weights in self.weights
+        )
+
+    def fits(self, length: int, room: Sequence[int]) -> bool:
+        """Whether every stage has room."""
+        blocks = [growth.blocks(length) for growth in self.growths]
+        for weights, left in zip(self.weights, room, strict=True):
+            if sum(map(int.__mul__, weights, blocks)) > left:
+                return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
     """How a server's KV memory is cut into blocks.
 
@@ -44,7 +85,8 @@ class Pool:
         basis: ``exact``, or ``inferred`` for an architecture that was read by its structure.
         stages: the pipeline stages.
         groups: layers that share a block table.
-        load: what a request brings along beside its length.
+        growths: how each group's blocks grow with the length of a request.
+        demand: what the check for one request adds up.
         release: the release whose rules hold.
         blocks_override: ``--num-gpu-blocks-override``.
         vocabulary: tokens of the vocabulary, which size the sampler's logits; None where not known.
@@ -55,7 +97,8 @@ class Pool:
     basis: Basis
     stages: tuple[PoolStage, ...]
     groups: tuple[Group, ...]
-    load: Load
+    growths: tuple[Growth, ...]
+    demand: Demand
     release: Release
     blocks_override: int | None = None
     vocabulary: int | None = None
@@ -67,7 +110,7 @@ class Pool:
 
     @property
     def kept_back_bytes(self) -> tuple[int, ...]:
-        """Bytes that the check for one request leaves out, per stage: one block on releases that reserve
+        """Bytes that the check for one request leaves out, per stage: one block where the release reserves
         it.
         """
         if not self.release.reserves_null_block:
@@ -76,22 +119,21 @@ class Pool:
 
     @property
     def kv_bytes_per_token(self) -> float | None:
-        """Bytes that one more token of a long request takes, over all stages; None where lengths cost in
-        steps only.
+        """Bytes that one more token of a long request takes on a GPU, over all stages; None where it takes
+        none.
         """
-        near, far = (1 << 40), (1 << 40) + (1 << 30)
-        grown = sum(self.need_bytes(far)) - sum(self.need_bytes(near))
-        return grown / (far - near) if grown else None
+        unbounded = [growth.block_size * growth.shards for growth in self.growths if growth.limit is None]
+        if not unbounded:
+            return None
+        return sum(self.bytes_per_block) * sum(1 / tokens for tokens in unbounded)
 
     def blocks_per_request(self, length: int) -> tuple[int, ...]:
         """Blocks that one request of ``length`` tokens takes, per group."""
-        return tuple(group.blocks(length, self.load) for group in self.groups)
+        return tuple(growth.blocks(length) for growth in self.growths)
 
     def need_bytes(self, length: int) -> tuple[int, ...]:
         """Bytes that the check for one request of ``length`` tokens asks for, per stage."""
-        blocks = self.blocks_per_request(length)
-        total = sum(blocks) if self.release.sums_groups else sum(blocks[:1])
-        return tuple(stage.bytes_per_block * total for stage in self.stages)
+        return self.demand.bytes(length)
 
     def num_blocks(self, available: int | Sequence[int]) -> int:
         """Blocks of the pool, the least over stages.
@@ -132,10 +174,7 @@ class Pool:
 
     def fits(self, length: int, available: int | Sequence[int]) -> bool:
         """Whether one request of ``length`` tokens passes the check."""
-        return all(
-            need <= left
-            for need, left in zip(self.need_bytes(length), self.check_bytes(available), strict=True)
-        )
+        return self.demand.fits(length, self.check_bytes(available))
 
     def longest_length(self, available: int | Sequence[int], limit: int | None = None) -> int:
         """The largest length up to ``limit`` that passes the check; 0 where not one token does.
@@ -145,14 +184,16 @@ class Pool:
             limit: the longest length tried, by default the maximum length in effect.
         """
         top = self.settings.max_model_len if limit is None else limit
-        if top < 1 or not self.fits(1, available):
+        room = self.check_bytes(available)
+        fits = self.demand.fits
+        if top < 1 or not fits(1, room):
             return 0
-        if self.fits(top, available):
+        if fits(top, room):
             return top
         low, high = 1, top
         while high - low > 1:
             middle = (low + high) // 2
-            if self.fits(middle, available):
+            if fits(middle, room):
                 low = middle
             else:
                 high = middle
@@ -161,9 +202,11 @@ class Pool:
     def check_bytes(self, available: int | Sequence[int]) -> tuple[int, ...]:
         """Bytes that the check for one request compares with, per stage."""
         if self.blocks_override is not None and self.release.override_in_check:
-            given = tuple(self.blocks_override * stage.bytes_per_block for stage in self.stages)
+            given = tuple(self.blocks_override * size for size in self.bytes_per_block)
         else:
             given = self._per_stage(available)
+        if self.release.admission == "whole_model_groups":
+            given = (min(given),) * len(given)
         return tuple(have - kept for have, kept in zip(given, self.kept_back_bytes, strict=True))
 
     def _per_stage(self, available: int | Sequence[int]) -> tuple[int, ...]:
@@ -185,7 +228,8 @@ def plan_pool(
     """Plan the pool of one server.
 
     Args:
-        config: the parsed config.json.
+        config: the parsed config.json. Quantized checkpoints of ModelOpt may keep a ``quantization_config``
+            in a file of its own, ``hf_quant_config.json``; it belongs in here, as vLLM reads it.
         flags: what the server was told.
         device: the card.
         release: the vLLM release.
@@ -197,11 +241,11 @@ def plan_pool(
     """
     model = ModelConfig.read(config, flags.hf_overrides)
     family = family_of(model)
-    traits = family.traits(model)
-    if model.architecture in UNSPLIT:
-        traits = replace(traits, pipeline=False)
+    traits = traits_of(model, family)
     resolved = settings_module.resolve(model, traits, flags, device=device, release=release)
-    layout = family.layers(Context(model, resolved, flags, device, release, traits))
+    check_encoders(model, flags.tp)
+    context = Context(model, resolved, flags, device, release, traits)
+    layout = with_draft(family.layers(context), context)
     layout, resolved = blocksize.settle(layout, resolved, release=release, effective=effective_block_size)
     vocabulary = model.text.get("vocab_size")
     return pool_of(
@@ -229,15 +273,26 @@ def pool_of(
 ) -> Pool:
     """Plan the pool of layers that are already known.
 
+    Args:
+        stages: each pipeline stage's layer specs with their numbers of layers, in first-seen order.
+        settings: what vLLM runs with.
+        release: the vLLM release.
+        label: short name of the mix of kinds.
+        basis: how the layers were found.
+        blocks_override: ``--num-gpu-blocks-override``.
+        block_outermost: the cache keeps all layers of a block together.
+        vocabulary: tokens of the vocabulary.
+
     Raises:
         Refused: vLLM cannot plan these layers.
     """
     groups = group_layers(stages, hybrid_manager=settings.hybrid_manager, block_outermost=block_outermost)
+    mode = MAMBA_MODES.get(release.mamba_need, settings.mamba_cache_mode)
     load = Load(
         max_in_flight_tokens=settings.max_in_flight_tokens,
         max_encoder_tokens=settings.max_num_encoder_input_tokens,
         dcp=settings.dcp,
-        mamba_cache_mode=settings.mamba_cache_mode,
+        mamba_cache_mode=mode,
     )
     planned = tuple(
         PoolStage(
@@ -248,7 +303,45 @@ def pool_of(
     )
     if groups and not all(stage.bytes_per_block for stage in planned):
         raise Refused("empty_stage", "a pipeline stage has no layer with KV cache")
-    return Pool(settings, label, basis, planned, groups, load, release, blocks_override, vocabulary)
+    growths = tuple(group.spec.growth(load) for group in groups)
+    return Pool(
+        settings=settings,
+        layout=label,
+        basis=basis,
+        stages=planned,
+        groups=groups,
+        growths=growths,
+        demand=_demand(planned, growths, count_layers(stages), load, release),
+        release=release,
+        blocks_override=blocks_override,
+        vocabulary=vocabulary,
+    )
+
+
+def _demand(
+    stages: Sequence[PoolStage],
+    growths: Sequence[Growth],
+    layers: CountedLayers,
+    load: Load,
+    release: Release,
+) -> Demand:
+    if release.admission == "layers":
+        return _demand_of_layers(len(stages), layers, load)
+    counted = Counter(growths if release.sums_groups else growths[:1])
+    sizes = [stage.bytes_per_block for stage in stages]
+    if release.admission == "whole_model_groups":
+        sizes = [sum(sizes)] * len(sizes)
+    return Demand(tuple(counted), tuple(tuple(size * times for times in counted.values()) for size in sizes))
+
+
+def _demand_of_layers(stages: int, layers: CountedLayers, load: Load) -> Demand:
+    """The sum over layers, each at its own page size, as before whole groups were counted."""
+    sums: dict[Growth, list[int]] = {}
+    for spec, counts in layers.items():
+        row = sums.setdefault(spec.growth(load), [0] * stages)
+        for stage, count in enumerate(counts):
+            row[stage] += spec.page_bytes * count
+    return Demand(tuple(sums), tuple(zip(*sums.values(), strict=True)) if sums else ((),) * stages)
 
 
 def partition(layers: int, stages: int) -> list[int]:

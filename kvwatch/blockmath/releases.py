@@ -9,8 +9,10 @@ V1's.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import total_ordering
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
 
 Engine = Literal["V0", "V1"]
@@ -75,6 +77,14 @@ _VERSION = re.compile(
 )
 
 
+def _rules(version: tuple[int, ...], engine: Engine) -> Mapping[str, Any]:
+    found = {
+        name: next(value for since, value in reversed(history) if version >= since)
+        for name, history in _HISTORY.items()
+    }
+    return MappingProxyType(found | _V0 if engine == "V0" else found)
+
+
 @total_ordering
 @dataclass(frozen=True, slots=True)
 class Release:
@@ -86,12 +96,14 @@ class Release:
         rank: orders candidates, finals and post releases of one version.
         engine: ``V0`` or ``V1``.
         text: the version as it was given.
+        rules: the values of the history that hold for this release and engine.
     """
 
     version: tuple[int, ...]
     rank: tuple[int, int, int]
     engine: Engine
     text: str
+    rules: Mapping[str, Any] = field(repr=False, compare=False)
 
     LATEST: ClassVar[Release]
     """The newest release whose sources are known."""
@@ -119,45 +131,40 @@ class Release:
             engine = "V1" if version >= V1_DEFAULT_SINCE else "V0"
         elif engine == "V0" and version >= V0_REMOVED_IN:
             raise ValueError(f"{text}: the V0 engine was removed in 0.11.0")
-        return cls(version, rank, engine, text.strip())
+        return cls(version, rank, engine, text.strip(), _rules(version, engine))
 
     def __lt__(self, other: Release) -> bool:
         return (self.version, self.rank) < (other.version, other.rank)
 
-    def _at(self, name: str) -> Any:
-        if self.engine == "V0" and name in _V0:
-            return _V0[name]
-        return next(value for since, value in reversed(_HISTORY[name]) if self.version >= since)
-
     @property
     def default_utilization(self) -> float:
         """``--gpu-memory-utilization`` where it is not given."""
-        return float(self._at("default_utilization"))
+        return float(self.rules["default_utilization"])
 
     @property
     def has_swap_space(self) -> bool:
         """``--swap-space`` exists (4 GiB of host memory per GPU by default)."""
-        return bool(self._at("default_swap_space_gib"))
+        return bool(self.rules["default_swap_space_gib"])
 
     @property
     def default_swap_space_gib(self) -> float:
         """GiB of host memory per GPU where ``--swap-space`` is not given; 0 once the flag is gone."""
-        return float(self._at("default_swap_space_gib"))
+        return float(self.rules["default_swap_space_gib"])
 
     @property
     def graph_estimate_default(self) -> bool:
         """An estimate of CUDA graph memory is taken out of the budget by default."""
-        return bool(self._at("graph_estimate_default"))
+        return bool(self.rules["graph_estimate_default"])
 
     @property
     def has_free_memory_check(self) -> bool:
         """A start fails when less memory is free than the budget asks for."""
-        return bool(self._at("free_memory_check"))
+        return bool(self.rules["free_memory_check"])
 
     @property
     def free_memory_names_device(self) -> bool:
         """The free-memory message says ``device cuda:0`` instead of ``device``."""
-        return bool(self._at("free_memory_names_device"))
+        return bool(self.rules["free_memory_names_device"])
 
     @property
     def foreign_counts_as_non_torch(self) -> bool:
@@ -167,106 +174,106 @@ class Release:
     @property
     def ceil_budget(self) -> bool:
         """The budget is ``ceil(total x utilization)`` bytes; before, it was not rounded."""
-        return bool(self._at("ceil_budget"))
+        return bool(self.rules["ceil_budget"])
 
     @property
     def reserves_null_block(self) -> bool:
         """One block is kept out of the admission check."""
-        return bool(self._at("reserves_null_block"))
+        return bool(self.rules["reserves_null_block"])
 
     @property
     def usage_excludes_null_block(self) -> bool:
         """KV usage is a share of ``num_gpu_blocks - 1``."""
-        return bool(self._at("usage_excludes_null_block"))
+        return bool(self.rules["usage_excludes_null_block"])
 
     @property
     def override_in_check(self) -> bool:
         """``--num-gpu-blocks-override`` also replaces the memory in the admission check."""
-        return bool(self._at("override_in_check"))
+        return bool(self.rules["override_in_check"])
 
     @property
     def has_auto_length(self) -> bool:
         """``--max-model-len auto`` searches for the largest length that fits."""
-        return bool(self._at("auto_length"))
+        return bool(self.rules["auto_length"])
 
     @property
     def has_kv_cache_memory_bytes(self) -> bool:
         """``--kv-cache-memory-bytes`` exists."""
-        return bool(self._at("kv_cache_memory_bytes"))
+        return bool(self.rules["kv_cache_memory_bytes"])
 
     @property
     def hybrid_groups(self) -> bool:
         """Layers of several kinds form several groups; before, every layer kept the whole length."""
-        return bool(self._at("hybrid_groups"))
+        return bool(self.rules["hybrid_groups"])
 
     @property
     def sums_groups(self) -> bool:
         """The admission check counts the blocks of all groups, not only the first one's."""
-        return bool(self._at("sums_groups"))
+        return bool(self.rules["sums_groups"])
 
     @property
     def in_flight_batches(self) -> bool:
         """Window layers hold every batch in flight, not one."""
-        return bool(self._at("in_flight_batches"))
+        return bool(self.rules["in_flight_batches"])
 
     @property
     def async_scheduling_default(self) -> bool:
         """Asynchronous scheduling is on unless something forbids it."""
-        return bool(self._at("async_scheduling_default"))
+        return bool(self.rules["async_scheduling_default"])
 
     @property
     def backend_block_size(self) -> bool:
         """The attention backend's preferred block size is the default."""
-        return bool(self._at("backend_block_size"))
+        return bool(self.rules["backend_block_size"])
 
     @property
     def capacity_in_metrics(self) -> bool:
         """``cache_config_info`` carries ``kv_cache_size_tokens`` and ``kv_cache_max_concurrency``."""
-        return bool(self._at("capacity_in_metrics"))
+        return bool(self.rules["capacity_in_metrics"])
 
     @property
     def prefill_context_shards_kv(self) -> bool:
         """``--prefill-context-parallel-size`` divides the KV cache."""
-        return bool(self._at("prefill_context_shards_kv"))
+        return bool(self.rules["prefill_context_shards_kv"])
 
     @property
     def batched_tokens_by_card(self) -> bool:
         """The default of ``--max-num-batched-tokens`` depends on the card."""
-        return bool(self._at("batched_tokens_by_card"))
+        return bool(self.rules["batched_tokens_by_card"])
 
     @property
     def capacity(self) -> Capacity:
         """What the log calls the KV cache size in tokens."""
-        value: Capacity = self._at("capacity")
+        value: Capacity = self.rules["capacity"]
         return value
 
     @property
     def admission(self) -> Admission:
         """What the check for one full request compares."""
-        value: Admission = self._at("admission")
+        value: Admission = self.rules["admission"]
         return value
 
     @property
     def mamba_need(self) -> MambaNeed:
         """How many state blocks a request is said to need."""
-        value: MambaNeed = self._at("mamba_need")
+        value: MambaNeed = self.rules["mamba_need"]
         return value
 
     @property
     def length_wording(self) -> LengthWording:
         """Which text says that one full request does not fit."""
-        value: LengthWording = self._at("length_wording")
+        value: LengthWording = self.rules["length_wording"]
         return value
 
     @property
     def documentation_link(self) -> bool:
         """Memory messages end with a link to the documentation."""
-        return bool(self._at("documentation_link"))
+        return bool(self.rules["documentation_link"])
 
     @property
     def cpu_clause(self) -> bool:
         """Memory messages say that the utilization also controls CPU memory."""
-        return bool(self._at("cpu_clause"))
+        return bool(self.rules["cpu_clause"])
 
 
 Release.LATEST = Release.parse("0.33.0")

@@ -80,6 +80,7 @@ class Traits:
         attention_free: state layers only.
         encoder_decoder: has cross attention.
         encoder_only: no KV cache at all; an embedding model.
+        pooling: gives vectors or scores instead of text.
         mla: multi-head latent attention.
         chunked_attention: attends in chunks, for which the hybrid manager is off by default.
         pipeline: can be split over pipeline stages.
@@ -91,6 +92,7 @@ class Traits:
     attention_free: bool = False
     encoder_decoder: bool = False
     encoder_only: bool = False
+    pooling: bool = False
     mla: bool = False
     chunked_attention: bool = False
     pipeline: bool = True
@@ -169,7 +171,7 @@ def resolve(
         Refused: vLLM refuses these flags for this model.
     """
     check_parallel(config, traits, flags)
-    dtype = model_dtype(config, flags, device=device, pooling=traits.encoder_only)
+    dtype = model_dtype(config, flags, device=device, pooling=traits.pooling)
     cache = cache_dtype(config, flags)
     stated_length = derived_length(config, flags)
     derived = flags.max_model_len or DEFAULT_LENGTH if stated_length == math.inf else int(stated_length)
@@ -437,7 +439,7 @@ def _batch_defaults(flags: Flags, device: Device, release: Release) -> tuple[int
 def _async_scheduling(traits: Traits, flags: Flags, release: Release) -> bool:
     if flags.async_scheduling is not None:
         return flags.async_scheduling
-    if not release.async_scheduling_default or traits.encoder_only:
+    if not release.async_scheduling_default or traits.pooling:
         return False
     method = (flags.speculative_config or {}).get("method")
     return method is None or method in ASYNC_DRAFTERS or str(method).endswith("_mtp")

@@ -54,6 +54,36 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """Blocks that one request needs at a length: ``constant + ceil(min(ceil(length / shards), limit) /
+    block_size)``.
+
+    Attributes:
+        block_size: tokens in a block.
+        limit: tokens held at most; None where all are.
+        shards: ranks that share the tokens.
+        constant: blocks needed at any length.
+    """
+
+    block_size: int
+    limit: int | None = None
+    shards: int = 1
+    constant: int = 0
+
+    @classmethod
+    def fixed(cls, blocks: int) -> Growth:
+        """The same number of blocks at every length."""
+        return cls(block_size=1, limit=0, constant=blocks)
+
+    def blocks(self, length: int) -> int:
+        """Blocks at a length in tokens."""
+        held = -(-length // self.shards)
+        if self.limit is not None and held > self.limit:
+            held = self.limit
+        return self.constant - (-held // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The cache of one layer on one rank. Equal specs share blocks; ``shape`` holds what else tells layers
     apart.
@@ -122,35 +152,34 @@ class LayerSpec:
         """The same layer with blocks of another size."""
         return replace(self, block_size=block_size)
 
-    def blocks(self, length: int, load: Load) -> int:
-        """Blocks that one request of ``length`` tokens needs.
+    def growth(self, load: Load) -> Growth:
+        """How many blocks one request needs as it gets longer.
 
         Raises:
             ValueError: the mamba cache mode is unknown.
         """
         match self.kind:
             case Kind.FULL | Kind.MLA:
-                shards = load.dcp if self.dcp_sharded else 1
-                return ceil_div(ceil_div(length, shards), self.block_size)
+                return Growth(self.block_size, shards=load.dcp if self.dcp_sharded else 1)
             case Kind.SLIDING | Kind.SLIDING_MLA:
                 assert self.window is not None
                 held = self.window - 1 + self.retained_tokens + load.max_in_flight_tokens
-                return ceil_div(min(held, length), self.block_size) + 1
+                return Growth(self.block_size, limit=held, constant=1)
             case Kind.CHUNKED:
                 assert self.chunk is not None
-                return ceil_div(min(self.chunk + load.max_in_flight_tokens, length), self.block_size)
+                return Growth(self.block_size, limit=self.chunk + load.max_in_flight_tokens)
             case Kind.CROSS:
-                return ceil_div(load.max_encoder_tokens, self.block_size)
+                return Growth.fixed(ceil_div(load.max_encoder_tokens, self.block_size))
             case Kind.RING:
-                return 1
+                return Growth.fixed(1)
             case Kind.MAMBA:
-                return self._state_blocks(length, load.mamba_cache_mode)
+                return self._state_growth(load.mamba_cache_mode)
 
-    def _state_blocks(self, length: int, mode: str) -> int:
+    def _state_growth(self, mode: str) -> Growth:
         if mode == "align":
-            return 2 + self.speculative_blocks + self.checkpoint_blocks
+            return Growth.fixed(2 + self.speculative_blocks + self.checkpoint_blocks)
         if mode == "none":
-            return 1 + self.speculative_blocks
+            return Growth.fixed(1 + self.speculative_blocks)
         if mode == "all":
-            return ceil_div(length, self.block_size) + self.speculative_blocks
+            return Growth(self.block_size, constant=self.speculative_blocks)
         raise ValueError(f"mamba cache mode {mode!r} is not none, align or all")

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from kvwatch.blockmath.backends import Backend, dense_backend
 from kvwatch.blockmath.device import Device
-from kvwatch.blockmath.errors import Unsupported
+from kvwatch.blockmath.errors import Refused, Unsupported
 from kvwatch.blockmath.flags import Flags
 from kvwatch.blockmath.modelconfig import ModelConfig, Section
 from kvwatch.blockmath.releases import Release
@@ -144,7 +144,13 @@ def kv_heads(text: Section) -> int:
 
 
 def heads_per_rank(heads: int, tp: int) -> int:
-    """KV heads on one rank: split, or replicated past one per rank."""
+    """KV heads on one rank: split, or replicated past one per rank.
+
+    Raises:
+        Refused: neither number divides the other.
+    """
+    if (heads % tp if heads >= tp else tp % heads) != 0:
+        raise Refused("indivisible_heads", f"{heads} KV heads cannot be split over tensor parallel size {tp}")
     return max(1, heads // tp)
 
 
@@ -197,6 +203,7 @@ def attention(
             cache=flag,
             sinks=sinks,
             image_prefix=context.image_prefix,
+            block_size=settings.block_size if settings.block_size_given else None,
         ),
     )
 

@@ -30,11 +30,9 @@ def full(context: Context) -> Layout:
     return _per_layer(context, [None] * context.num_layers)
 
 
-def unquantized(context: Context) -> Layout:
-    """Full attention whose cache never follows the cache type that was asked for."""
-    text = context.text
-    spec = attention(context, kv_heads(text), head_size(text), cache="auto")
-    return layout_of([spec] * context.num_layers)
+def no_cache(context: Context) -> Layout:
+    """Encoders attend to a whole input at once and keep nothing."""
+    return layout_of([None] * context.text.whole("num_hidden_layers", 1))
 
 
 def windowed(context: Context, *, wider: int = 0, sinks: bool = False) -> Layout:

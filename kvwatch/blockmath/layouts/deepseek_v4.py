@@ -92,6 +92,7 @@ def _compressed(ratio: int, state_bytes: int, backend: Backend, role: str) -> La
         state_bytes=state_bytes,
         tokens_per_state=ratio,
         alignment=PAGE_ALIGNMENT,
+        kernel_block=256,
         shape=(role,),
         backend=backend,
     )
