@@ -57,6 +57,7 @@ class Decoder:
         tied: whether embeddings are tied where config.json does not say.
         has_head: False for models without an output projection (embedders).
         everywhere: which of ``embed``, ``norm`` and ``head`` vLLM's class puts on every stage.
+        repeats_opening: with tied embeddings the last stage holds all that opens the first.
         layer_prefix: module path of the layers.
         pipeline: whether vLLM can split it into stages.
     """
@@ -72,6 +73,7 @@ class Decoder:
     tied: bool = False
     has_head: bool = True
     everywhere: frozenset[str] = frozenset()
+    repeats_opening: bool = False
     layer_prefix: str = "model.layers"
     pipeline: bool = True
 
@@ -97,6 +99,7 @@ class Decoder:
         }
         if self.has_head and on(f, self.head_bias):
             ends["head"] += (Tensor("lm_head.bias", rows),)
+        repeated = tied and "embed" not in self.everywhere
         at = {end: () if end in self.everywhere else parts for end, parts in ends.items()}
         resident = tuple(part for end in sorted(self.everywhere) for part in ends[end])
         return Model(
@@ -104,7 +107,7 @@ class Decoder:
             layers=layers,
             closing=at["norm"] + at["head"],
             resident=resident + parts_of(self.resident, f, s),
-            tied=(table,) if tied and "embed" not in self.everywhere else (),
+            tied=(ends["embed"] if self.repeats_opening else (table,)) if repeated else (),
             layer_prefix=self.layer_prefix,
             pipeline=self.pipeline,
         )

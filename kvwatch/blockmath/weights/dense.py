@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from kvwatch.blockmath.modelconfig import Section
-from kvwatch.blockmath.weights.decoder import UNSPLIT, Decoder, Layer, uniform
-from kvwatch.blockmath.weights.layers import Attention, Mlp, Norms, column, head_dim, heads, hidden
+from kvwatch.blockmath.weights.decoder import UNSPLIT, Decoder, Layer, Plan, uniform
+from kvwatch.blockmath.weights.layers import (
+    Attention,
+    Mlp,
+    Norms,
+    column,
+    head_dim,
+    heads,
+    hidden,
+    kv_heads,
+    norm,
+    row,
+)
 from kvwatch.blockmath.weights.parts import Parts, Tensor, With
 from kvwatch.blockmath.weights.shard import Shard
 
@@ -158,7 +169,99 @@ JAIS2 = Decoder(
 VAULT_GEMMA = Decoder(uniform(BIASED, Mlp(), Norms()), tied=True)
 ARCEE = Decoder(uniform(BIASED, Mlp(gated=False, bias="mlp_bias"), Norms()))
 
+PHI = Decoder(
+    uniform(Attention(qkv_bias=True, out_bias=True), Mlp(gated=False, bias=True), Norms(1, bias=True)),
+    norm_bias=True,
+)
+PERSIMMON = Decoder(
+    uniform(
+        Attention(qkv_bias=True, out_bias=True, qk_norm="head?qk_layernorm", qk_norm_bias=True, whole=True),
+        Mlp(gated=False, bias=True, whole=True),
+        Norms(bias=True),
+    ),
+    norm_bias=True,
+)
+OLMO = Decoder(uniform(BIASED, Mlp(), Norms(0)), final_norms=0)
+NANOCHAT = Decoder(uniform(BIASED, Mlp(gated=False), Norms(0)), final_norms=0)
+STABLELM = Decoder(
+    uniform(Attention(qkv_bias="use_qkv_bias"), Mlp(), Norms(bias=True)), norm_bias=True, everywhere=UNSPLIT
+)
+
+
+def _kv_shared(block: Attention) -> Plan:
+    """Old multi-query models say so with a switch instead of a number."""
+
+    def plan(f: Section, _i: int) -> Layer:
+        kv = 1 if f.get("multi_query", True) else heads(f)
+        return (With(block, (("num_key_value_heads", kv),)), WHOLE_MLP, Norms(bias=True))
+
+    return plan
+
+
+WHOLE_MLP = Mlp(gated=False, bias=True, default_ratio=4, whole=True)
+GPT_BIGCODE = Decoder(
+    _kv_shared(Attention(qkv_bias=True, out_bias=True)),
+    norm_bias=True,
+    opening=(_learned_positions,),
+    tied=True,
+    repeats_opening=True,
+)
+
+
+def _sub_norms(f: Section, _s: Shard) -> Parts:
+    return (norm("sub_norms", hidden(f) + f.whole("intermediate_size")),)
+
+
+def _doge_mask(f: Section, s: Shard) -> Parts:
+    """Doge's learned residual scales and dynamic mask."""
+    kv = kv_heads(f)
+    return (
+        Tensor("residuals", 2 * hidden(f)),
+        Tensor("self_attn.A", kv),
+        row("self_attn.dt_proj", kv * head_dim(f), kv, s=s),
+    )
+
+
+def _modernbert_decoder(_f: Section, i: int) -> Layer:
+    """No attention norm in the first layer; the merged up-projection is whole on each rank."""
+    return (BIASED, Mlp(bias="mlp_bias", whole=True), Norms(1 if i == 0 else 2, bias="norm_bias"))
+
+
+def _embedding_norm(f: Section, _s: Shard) -> Parts:
+    return (norm("embeddings.norm", hidden(f), bias=bool(f.get("norm_bias"))),)
+
+
+MODERNBERT_DECODER = Decoder(
+    _modernbert_decoder,
+    norm_bias="norm_bias",
+    opening=(_embedding_norm,),
+    tied=True,
+    repeats_opening=True,
+)
+BITNET = Decoder(uniform(BIASED, Mlp(), Norms(), _sub_norms), tied=True)
+DOGE = Decoder(
+    uniform(
+        Attention(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head"),
+        _doge_mask,
+        Mlp(bias="mlp_bias"),
+        Norms(),
+    )
+)
+
 DENSE = {
+    "ModernBertDecoderForCausalLM": MODERNBERT_DECODER,
+    "BitNetForCausalLM": BITNET,
+    "DogeForCausalLM": DOGE,
+    "PhiForCausalLM": PHI,
+    "PersimmonForCausalLM": PERSIMMON,
+    "OlmoForCausalLM": OLMO,
+    "NanoChatForCausalLM": NANOCHAT,
+    "StableLmForCausalLM": STABLELM,
+    "GPTBigCodeForCausalLM": GPT_BIGCODE,
+    "SmolLM3ForCausalLM": LLAMA,
+    "LlamaModel": Decoder(LLAMA.plan, has_head=False),
+    "MinistralForCausalLM": LLAMA,
+    "Gemma3TextModel": Decoder(GEMMA3.plan, has_head=False, everywhere=UNSPLIT),
     "CwmForCausalLM": LLAMA,
     "HeliumForCausalLM": LLAMA,
     "Ministral3ForCausalLM": LLAMA,

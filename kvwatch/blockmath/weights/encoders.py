@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvwatch.blockmath.modelconfig import Section
+from kvwatch.blockmath.weights.audio import whisper_encoder
 from kvwatch.blockmath.weights.layers import (
     Attention,
     Mlp,
@@ -19,7 +20,7 @@ from kvwatch.blockmath.weights.layers import (
 )
 from kvwatch.blockmath.weights.parts import Linear, Model, Parts, Tensor
 from kvwatch.blockmath.weights.shard import Shard
-from kvwatch.blockmath.weights.towers import Encoder, patch_embedding, patches, whisper_encoder
+from kvwatch.blockmath.weights.towers import Encoder, patch_embedding, patches
 
 BIASED = Attention(qkv_bias=True, out_bias=True)
 PLAIN_MLP = Mlp(gated=False, bias=True)
@@ -146,6 +147,9 @@ ENCODERS: dict[str, Callable[[Section, Section, Shard], Model]] = {
     "BertModel": Bert(),
     "RobertaModel": Bert(),
     "XLMRobertaModel": Bert(),
+    "BertForSequenceClassification": Bert(pooler=True),
+    "CamembertModel": Bert(pooler=True),
+    "Data2VecTextModel": Bert(pooler=True),
     "ErnieModel": Bert(pooler=True),
     "ModernBertModel": modernbert,
     "WhisperForConditionalGeneration": whisper,

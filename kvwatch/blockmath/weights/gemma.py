@@ -168,5 +168,6 @@ EMBEDDING_GEMMA2 = Decoder(
 GEMMA = {
     "Gemma3nForCausalLM": GEMMA3N,
     "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4UnifiedForCausalLM": Decoder(_gemma4, opening=(PerLayerTables(),), tied=True),
     "EmbeddingGemma2Model": EMBEDDING_GEMMA2,
 }

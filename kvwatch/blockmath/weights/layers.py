@@ -85,6 +85,7 @@ class Attention:
         gated: queries come with an output gate of the same size.
         sinks: one learned sink per head.
         value_dim: field that gives another width for values.
+        whole: each rank holds it undivided.
     """
 
     qkv_bias: Switch = False
@@ -94,9 +95,11 @@ class Attention:
     gated: Switch = False
     sinks: Switch = False
     value_dim: str = "head_dim"
+    whole: bool = False
     name: str = "self_attn"
 
     def __call__(self, f: Section, s: Shard) -> Parts:
+        s = WHOLE if self.whole else s
         width, total, total_kv, dim = hidden(f), heads(f), kv_heads(f), head_dim(f)
         value = dim if f.get(self.value_dim) is None else f.whole(self.value_dim)
         own, own_kv = s.of(total, "number of attention heads"), s.kv_heads(total_kv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvwatch.blockmath.modelconfig import Section
-from kvwatch.blockmath.weights.decoder import Decoder, Layer
+from kvwatch.blockmath.weights.decoder import UNSPLIT, Decoder, Layer
 from kvwatch.blockmath.weights.layers import Experts, Mlp, Norms, Switch, heads, hidden, norm, replicated
 from kvwatch.blockmath.weights.moe import DEEPSEEK_SHARED, sparse_list
 from kvwatch.blockmath.weights.parts import Linear, Part, Parts, Tensor
@@ -93,7 +93,14 @@ def picks_tokens(f: Section, i: int) -> bool:
     return max(i - offset + 1, 0) % f.whole("index_topk_freq", 1) == 0
 
 
+YOUTU = Decoder(lambda _f, _i: (LatentAttention(), Mlp(), Norms()), tied=True)
+MINICPM3 = Decoder(
+    lambda _f, _i: (LatentAttention(absorbs=False), Mlp(), Norms()), tied=True, everywhere=UNSPLIT
+)
+
 LATENT = {
+    "YoutuForCausalLM": YOUTU,
+    "MiniCPM3ForCausalLM": MINICPM3,
     "DeepseekV2ForCausalLM": deepseek(correction="topk_method=noaux_tc"),
     "DeepseekV3ForCausalLM": deepseek(correction="topk_method=noaux_tc"),
     "Glm4MoeLiteForCausalLM": deepseek(router_dtype="float32"),

@@ -112,6 +112,7 @@ QWEN2_MOE = Decoder(
     everywhere=UNSPLIT,
 )
 QWEN3_MOE = Decoder(every((Mlp(),), (Experts(),), (PER_HEAD, Norms())), everywhere=UNSPLIT)
+QWEN3_MOE_SPLIT = Decoder(QWEN3_MOE.plan)
 OLMOE = Decoder(
     uniform(
         Attention(qkv_bias="attention_bias", qk_norm="all"),
@@ -194,6 +195,7 @@ LAGUNA_EXPERTS = Experts(
 )
 
 SPARSE = {
+    "MellumForCausalLM": QWEN3_MOE_SPLIT,
     "LagunaForCausalLM": Decoder(_laguna),
     "AriaTextModel": ARIA,
     "MixtralForCausalLM": MIXTRAL,

@@ -7,6 +7,16 @@ from dataclasses import dataclass, replace
 
 from kvwatch.blockmath.errors import Unsupported
 from kvwatch.blockmath.modelconfig import Section
+from kvwatch.blockmath.weights.audio import (
+    glmasr,
+    granite_conformer,
+    phi4_audio,
+    phi4_vision,
+    qformer,
+    qwen2_5_omni_audio,
+    qwen2_audio,
+    qwen3_asr,
+)
 from kvwatch.blockmath.weights.decoders import DECODERS, TEXT_ARCHITECTURES
 from kvwatch.blockmath.weights.layers import column, hidden, norm, replicated, row
 from kvwatch.blockmath.weights.parts import Model, Parts, Tensor
@@ -15,17 +25,12 @@ from kvwatch.blockmath.weights.towers import (
     Tower,
     gemma4_vision,
     glm4v,
-    glmasr,
-    granite_conformer,
     internvl,
     llama4_vision,
     minicpm_vision,
     moonvit,
     muse_vision,
-    qformer,
-    qwen2_5_omni_audio,
     qwen2_5_vl,
-    qwen2_audio,
     qwen2_vl,
     qwen3_vl,
     siglip,
@@ -84,8 +89,8 @@ def two_layers(*, divided: bool = True, newline: bool = False) -> Callable[..., 
     return build
 
 
-def _one_layer(f: Section, text: Section, _root: Section, s: Shard) -> Parts:
-    return (column("multi_modal_projector.linear", hidden(f), hidden(text), s=s, bias=True),)
+def _one_layer(f: Section, text: Section, _root: Section, _s: Shard) -> Parts:
+    return (replicated("multi_modal_projector.linear", hidden(f), hidden(text), bias=True),)
 
 
 def _gemma3_projector(f: Section, text: Section, _root: Section, _s: Shard) -> Parts:
@@ -233,6 +238,17 @@ MULTIMODAL = {
         pipeline=False,
     ),
     "PaliGemmaForConditionalGeneration": Composite((SIGLIP, _vision("siglip_vision_model", _one_layer))),
+    "Phi4MultimodalForCausalLM": Composite(
+        (
+            _vision("phi4_multimodal_vision", phi4_vision),
+            Tower("audio_config", "phi4_multimodal_audio", phi4_audio),
+        ),
+        "Phi3ForCausalLM",
+        layer_prefix="model.layers",
+    ),
+    "Qwen3ASRForConditionalGeneration": Composite(
+        (Tower("thinker_config.audio_config", "qwen3_asr_encoder", qwen3_asr),), "Qwen3ForCausalLM"
+    ),
     "Qwen2_5OmniForConditionalGeneration": Composite(
         (
             Tower("thinker_config.audio_config", "qwen2_5_omni_audio_encoder", qwen2_5_omni_audio),

@@ -1,4 +1,4 @@
-"""Vision and audio towers, and the projectors that lead from them to the decoder."""
+"""Vision towers, with the projectors that belong to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tower:
     """A tower or projector of a multimodal model.
 
     Attributes:
-        section: where config.json describes it, dotted; "" = the whole file.
+        section: where config.json describes it; the last name may also stand at the top.
         kind: the model type that gives its defaults.
         build: its builder.
         optional: absent from config.json means absent from the model.
@@ -34,12 +34,14 @@ class Tower:
 
     def __call__(self, root: Section, text: Section, s: Shard) -> Parts:
         own = root.own
-        for name in self.section.split(".") if self.section else ():
-            value = own.get(name)
-            if self.optional and value is None:
-                return ()
-            own = value if isinstance(value, Mapping) else {}
-        kind = str(own.get("model_type") or self.kind) if self.section else root.model_type
+        *wrappers, last = self.section.split(".")
+        for name in wrappers:
+            own = own.get(name, own)
+        value = own.get(last)
+        if self.optional and value is None:
+            return ()
+        own = value if isinstance(value, Mapping) else {}
+        kind = str(own.get("model_type") or self.kind)
         defaults = TOWER_DEFAULTS.get(kind, TOWER_DEFAULTS.get(self.kind, {}))
         stated = {name: value for name, value in own.items() if value is not None}
         return self.build(Section({**defaults, **stated}, kind), text, root, s)
@@ -415,121 +417,6 @@ def minicpm_vision(f: Section, text: Section, root: Section, s: Shard) -> Parts:
         norm("merger.pre_norm", final, bias=True),
         replicated("merger.linear_1", final, final, bias=True),
         replicated("merger.linear_2", final, hidden(text), bias=True),
-    )
-
-
-def whisper_encoder(
-    f: Section, *, divided: bool, positions: bool, s: Shard, qkv_bias: str | bool = "q_v"
-) -> Parts:
-    """Two convolutions over the spectrogram, then biased layers; keys without bias in the original."""
-    width = size(f, "d_model", "hidden_size")
-    inner = size(f, "encoder_ffn_dim", "intermediate_size")
-    layers, heads = (
-        size(f, "encoder_layers", "num_hidden_layers"),
-        size(f, "encoder_attention_heads", "num_attention_heads"),
-    )
-    encoder = Encoder(qkv_bias=qkv_bias, whole="" if divided else "attention and mlp")
-    parts: Parts = (
-        Tensor("conv1", width * (3 * f.whole("num_mel_bins") + 1)),
-        Tensor("conv2", width * (3 * width + 1)),
-        *encoder(f, s, width=width, inner=inner, layers=layers, heads=heads),
-        norm("layer_norm", width, bias=True),
-    )
-    return (
-        (*parts, Tensor("embed_positions", f.whole("max_source_positions") * width)) if positions else parts
-    )
-
-
-def qwen2_audio(f: Section, text: Section, _root: Section, s: Shard) -> Parts:
-    """Qwen2-Audio: Whisper's encoder, whole on each rank, and one projection."""
-    width = f.whole("d_model")
-    return (
-        *whisper_encoder(f, divided=False, positions=True, s=s),
-        replicated("multi_modal_projector.linear", width, hidden(text), bias=True),
-    )
-
-
-def qwen2_5_omni_audio(f: Section, _text: Section, _root: Section, s: Shard) -> Parts:
-    """Qwen2.5-Omni's audio encoder: no learned positions; two tokens that mark begin and end."""
-    out = f.whole("output_dim")
-    return (
-        *whisper_encoder(f, divided=False, positions=False, s=s),
-        Tensor("audio_bos_eos_token", 2 * out),
-        replicated("proj", f.whole("d_model"), out, bias=True),
-    )
-
-
-def glmasr(f: Section, text: Section, _root: Section, s: Shard) -> Parts:
-    """GLM-ASR: Whisper's encoder with rotary positions, and a projector over four frames."""
-    width, middle = f.whole("intermediate_size"), 2 * hidden(text)
-    return (
-        *whisper_encoder(f, divided=True, positions=False, s=s, qkv_bias=True),
-        column("multi_modal_projector.linear_1", width, middle, s=s, bias=True),
-        row("multi_modal_projector.linear_2", middle, hidden(text), s=s, bias=True),
-    )
-
-
-def granite_conformer(f: Section, _text: Section, _root: Section, s: Shard) -> Parts:
-    """Granite Speech's conformer."""
-    width, inner = f.whole("hidden_dim"), f.whole("hidden_dim") * f.whole("feedforward_mult")
-    conv = width * f.whole("conv_expansion_factor")
-    dim, attention = f.whole("dim_head"), f.whole("dim_head") * f.whole("num_heads")
-    out = f.whole("output_dim")
-    feed_forward = (
-        norm("ff.pre_norm", width, bias=True),
-        column("ff.up_proj", width, inner, s=s, bias=True),
-        row("ff.down_proj", inner, width, s=s, bias=True),
-    )
-    layer: Parts = (
-        *feed_forward,
-        *feed_forward,
-        norm("attn.pre_norm", width, bias=True),
-        replicated("attn.to_q", width, attention),
-        replicated("attn.to_kv", width, 2 * attention),
-        replicated("attn.to_out", attention, width, bias=True),
-        Tensor("attn.rel_pos_emb", (2 * f.whole("max_pos_emb") + 1) * dim),
-        norm("conv.norms", width, bias=True),
-        Tensor("conv.up_conv", 2 * conv * (width + 1)),
-        Tensor("conv.depth_conv", conv * f.whole("conv_kernel_size")),
-        norm("conv.batch_norm", conv, bias=True),
-        Tensor("conv.down_conv", width * (conv + 1)),
-        norm("post_norm", width, bias=True),
-    )
-    return (
-        replicated("encoder.input_linear", f.whole("input_dim"), width, bias=True),
-        *layer * f.whole("num_layers"),
-        column("encoder.out", width, out, s=s, bias=True),
-        row("encoder.out_mid", out, width, s=s, bias=True),
-    )
-
-
-def qformer(f: Section, text: Section, root: Section, _s: Shard) -> Parts:
-    """A BLIP-2 query transformer between encoder and decoder, whole on each rank."""
-    width, inner = hidden(f), f.whole("intermediate_size")
-    layers, source = f.whole("num_hidden_layers"), f.whole("encoder_hidden_size")
-    crossed = -(-layers // f.whole("cross_attention_frequency"))
-    queries = root.whole("window_size") // root.whole("downsample_rate")
-
-    def attention(inputs: int) -> Parts:
-        return (
-            replicated("query", width, width, bias=True),
-            replicated("key", inputs, width, bias=True),
-            replicated("value", inputs, width, bias=True),
-            replicated("output.dense", width, width, bias=True),
-            norm("output.LayerNorm", width, bias=True),
-        )
-
-    feed_forward: Parts = (
-        replicated("intermediate_query.dense", width, inner, bias=True),
-        replicated("output_query.dense", inner, width, bias=True),
-        norm("output_query.LayerNorm", width, bias=True),
-    )
-    return (
-        Tensor("query", queries * width),
-        norm("qformer.layernorm", width, bias=True),
-        *(attention(width) + feed_forward) * layers,
-        *attention(source) * crossed,
-        replicated("projector.linear", width, hidden(text), bias=True),
     )
 
 
