@@ -176,7 +176,6 @@ class Observer:
         record = self._sources.read_processes()
         if isinstance(record, Failure):
             return record
-        launches = self._sources.find_servers(record) if self._config.discovery else ()
         return record, tuple(
             _Found(
                 launch,
@@ -184,12 +183,14 @@ class Observer:
                 self._sources.server_members(launch, record),
                 record.processes.get(launch.pid or 0),
             )
-            for launch in launches
+            for launch in self._sources.find_servers(record)
         )
 
     def _with_configured(self, found: tuple[_Found, ...]) -> tuple[_Found, ...]:
         """Discovered servers with the configuration laid over them, then those only configured."""
         by_url = {same_address(settings.url): settings for settings in self._config.servers}
+        if not self._config.discovery:
+            found = tuple(one for one in found if same_address(one.launch.base_url or "") in by_url)
         merged = [_overlay(one, by_url.pop(same_address(one.launch.base_url or ""), None)) for one in found]
         merged.extend(_overlay(_configured_only(settings), settings) for settings in by_url.values())
         return tuple(merged)

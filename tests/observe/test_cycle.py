@@ -159,6 +159,13 @@ def test_without_discovery_only_the_configured_are_watched(sources: FakeSources)
     assert [one.launch.base_url for one in seen.servers] == ["http://10.0.0.1:9000"]
 
 
+def test_without_discovery_the_configured_are_still_known_by_their_processes(sources: FakeSources) -> None:
+    settings = ServerConfig(url=sources.launches[0].base_url or "")
+    seen = observer(sources, servers=(settings,), discovery=False).observe()
+    assert [one.launch.pid for one in seen.servers] == [sources.launches[0].pid]
+    assert seen.servers[0].members
+
+
 def test_without_processes_nothing_is_discovered(sources: FakeSources) -> None:
     sources.processes = Failure("processes", "error", "no /proc")
     seen = observer(sources).observe()
