@@ -20,7 +20,8 @@ _PAGE_FORMAT = "text/plain;version=0.0.4"
 _MAX_MODELS = 1_000
 _MAX_NAME = 256
 
-# Before this release a page of several engines showed the last of them only, with the blocks of all.
+# Before this release a page of several engines showed the last of them only, with the blocks of all (fixed by
+# vLLM pull request 21257).
 _ALL_ENGINES_SINCE = Release.parse("0.10.0")
 
 
