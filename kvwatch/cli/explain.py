@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from kvwatch.blockmath.flags import Flags
+from kvwatch.cli.common import complain
 from kvwatch.forecast.diagnosis import Advice, Diagnosis
 from kvwatch.forecast.explain import explain
 from kvwatch.observe.logline import MAX_LINE
+from kvwatch.observe.models import ModelSource
+from kvwatch.observe.records import Failure, Launch
 from kvwatch.observe.startlog import Finding, StartLog, classify_lines, read_log
 
 NOTHING_WRONG, FAILED, UNREADABLE = 0, 1, 2
@@ -34,6 +38,17 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="with --json: look at each line by itself and print one JSON object per line",
     )
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--config",
+        metavar="PATH",
+        help="the model's config.json, or its directory: check the log's numbers against it",
+    )
+    model.add_argument(
+        "--model",
+        metavar="NAME",
+        help="the same, by the model's path or its hub id (looked up in the local cache)",
+    )
     parser.add_argument("--vllm-version", metavar="X.Y.Z", help="the release, where the log does not say it")
     parser.set_defaults(run=run)
 
@@ -41,22 +56,55 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run `kvwatch explain`; returns the exit status."""
     if args.each_line and not args.json:
-        print("kvwatch explain: --each-line goes with --json", file=sys.stderr)
+        complain("explain: --each-line goes with --json")
         return UNREADABLE
     try:
         with _open(args.logfile) as stream:
             if args.each_line:
                 return _print_each_line(_lines(stream))
             log = read_log(_lines(stream))
+        config = _config(args)
     except OSError as error:
-        print(f"kvwatch explain: {args.logfile}: {error.strerror or error}", file=sys.stderr)
+        complain(f"{error.filename or args.logfile}: {error.strerror or error}")
         return UNREADABLE
-    diagnosis = explain(log, version=args.vllm_version)
+    except ValueError as error:
+        complain(str(error))
+        return UNREADABLE
+    diagnosis = explain(log, config=config, version=args.vllm_version)
     if args.json:
         print(json.dumps(as_json(log, diagnosis), ensure_ascii=False))
     else:
         print(as_text(log, diagnosis))
     return NOTHING_WRONG if diagnosis.kind is None else FAILED
+
+
+def _config(args: argparse.Namespace) -> Mapping[str, Any] | None:
+    """The model's configuration, None where none was asked for.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no configuration, or the model was not found.
+    """
+    if args.config is not None:
+        path = Path(args.config)
+        return _read_config(path / "config.json" if path.is_dir() else path)
+    if args.model is None:
+        return None
+    launch = Launch(None, None, Flags(), args.model, (args.model,), None, cwd=str(Path.cwd()))
+    found = ModelSource().read(launch)
+    if isinstance(found, Failure):
+        raise ValueError(found.detail)
+    return found.config
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return config
 
 
 def _open(name: str) -> IO[bytes]:

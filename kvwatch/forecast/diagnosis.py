@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kvwatch.blockmath.flags import Flags
+from kvwatch.blockmath.releases import Release
+from kvwatch.forecast.explain_model import PoolPlanner
 from kvwatch.observe.log_failures import size_gib
 from kvwatch.observe.startlog import Finding, StartLog
 
@@ -17,6 +18,9 @@ HIGHEST_UTILIZATION = 0.98
 
 GRAPHS_ATE_THE_CARD = 0.10
 """Share of the card from which a CUDA-graph estimate, not the budget, is what to mend."""
+
+LARGEST_GPU_GIB = 288
+"""The most memory that a GPU on the market has."""
 
 _ROUNDING_GIB = 0.005  # the log prints two decimals
 
@@ -69,33 +73,31 @@ def gib(value: float) -> str:
     return f"{value:.2f} GiB"
 
 
-def release_of(version: str | None) -> tuple[int, int, int] | None:
-    """``0.15.2rc1.dev93`` as ``(0, 15, 2)``; None where the version is not known."""
-    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version or "")
-    return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
-
-
 @dataclass(frozen=True, slots=True)
 class FailedStart:
     """The failed start: its root cause, what the server was told, and the quantities around it.
 
     Sizes are GiB of the GPU the finding is about, as the log rounds them; None where the log does not say.
+
+    Attributes:
+        flags: from the log and from who asks.
+        release: None where it is not known.
+        planner: the arithmetic for the model; None where none was given, or it does not reproduce the log.
     """
 
     log: StartLog
     finding: Finding
     flags: Flags
-    version: str | None
+    release: Release | None = None
+    planner: PoolPlanner | None = None
 
-    def before(self, *release: int) -> bool:
+    def before(self, *version: int) -> bool:
         """Whether the release is known and older than this one."""
-        known = release_of(self.version)
-        return known is not None and known < tuple(release)
+        return self.release is not None and self.release.version < version
 
-    def since(self, *release: int) -> bool:
+    def since(self, *version: int) -> bool:
         """Whether the release is known and this one or newer."""
-        known = release_of(self.version)
-        return known is not None and known >= tuple(release)
+        return self.release is not None and self.release.version >= version
 
     def same_kind(self) -> tuple[Finding, ...]:
         """The failures of the root cause's kind, one per rank that reports other numbers."""
@@ -129,8 +131,6 @@ class FailedStart:
     @property
     def free_at_start_gib(self) -> float | None:
         """Free memory when the server took its first look, the least over the ranks."""
-        if self.finding.kind == "free_lt_desired":
-            return _least(finding.number("free_gib") for finding in self.same_kind())
         return min(
             self._numbers(
                 ("info_init_snapshot", "free_gib"),
@@ -157,9 +157,7 @@ class FailedStart:
         )
         if logged:
             return logged[0]
-        if release_of(self.version) is None:
-            return None
-        return 0.92 if self.since(0, 20) else 0.90
+        return None if self.release is None else self.release.default_utilization
 
     @property
     def available_gib(self) -> float | None:
@@ -200,8 +198,7 @@ class FailedStart:
 
     @property
     def hybrid_block_tokens(self) -> int | None:
-        """Tokens per attention block of an attention and mamba hybrid, None where the log shows no such "
-        "model."""
+        """Tokens per attention block of an attention and mamba hybrid; None where the log shows none."""
         tokens = self._numbers(("info_attn_block_size", "tokens"))
         return int(tokens[0]) if tokens else None
 
@@ -214,28 +211,19 @@ class FailedStart:
 
     def raised_utilization(self, missing_gib: float) -> Advice | str:
         """The larger utilization that makes up for ``missing_gib``, or why none does."""
-        if self.flags.kv_cache_memory_bytes is not None:
-            return "--gpu-memory-utilization does not size the KV cache here: --kv-cache-memory-bytes does."
-        if self.flags.num_gpu_blocks_override is not None:
-            return "--gpu-memory-utilization does not size the KV cache here: --num-gpu-blocks-override does."
-        if self.graphs_ate_the_card:
-            return (
-                f"Raising --gpu-memory-utilization: {gib(self.graph_estimate_gib or 0)} were set aside for "
-                "CUDA graphs; that estimate is what to mend."
-            )
+        other = self._budget_is_not_the_lever()
+        if other is not None:
+            return other
         if self.utilization is None or self.total_gib is None:
-            return Advice(
-                f"Give the server {gib(missing_gib)} more per GPU: raise --gpu-memory-utilization by that "
-                "share of the card's memory, as far as it is free."
-            )
+            return self._raised_by_an_unknown_share(missing_gib)
         needed = hundredth_up(self.utilization + (missing_gib + _ROUNDING_GIB) / self.total_gib)
+        free = self.free_at_start_gib
         if needed > HIGHEST_UTILIZATION:
             return (
                 f"Raising --gpu-memory-utilization: {gib(missing_gib)} are missing, which takes {needed:.2f} "
                 f"of a {gib(self.total_gib)} card; more than {HIGHEST_UTILIZATION} leaves nothing for the "
                 "CUDA context."
             )
-        free = self.free_at_start_gib
         if free is not None and needed > share_down(free, self.total_gib):
             return (
                 f"Raising --gpu-memory-utilization to {needed:.2f}: only {gib(free)} of "
@@ -247,6 +235,32 @@ class FailedStart:
             ("--gpu-memory-utilization", f"{needed:.2f}"),
         )
 
+    def _budget_is_not_the_lever(self) -> str | None:
+        """Why the utilization has no say in the size of the KV cache, or is not what to mend."""
+        if self.flags.kv_cache_memory_bytes is not None:
+            return "--gpu-memory-utilization does not size the KV cache here: --kv-cache-memory-bytes does."
+        if self.flags.num_gpu_blocks_override is not None:
+            return "--gpu-memory-utilization does not size the KV cache here: --num-gpu-blocks-override does."
+        if self.graphs_ate_the_card:
+            return (
+                f"Raising --gpu-memory-utilization: {gib(self.graph_estimate_gib or 0)} were set aside for "
+                "CUDA graphs; that estimate is what to mend."
+            )
+        return None
+
+    def _raised_by_an_unknown_share(self, missing_gib: float) -> Advice | str:
+        if self.utilization is not None:
+            smallest = missing_gib / max(HIGHEST_UTILIZATION - self.utilization, 0.001)
+            if smallest > LARGEST_GPU_GIB:
+                return (
+                    f"Raising --gpu-memory-utilization from {self.utilization:g}: {gib(missing_gib)} more "
+                    f"would take a card of at least {smallest:.0f} GiB."
+                )
+        return Advice(
+            f"Give the server {gib(missing_gib)} more per GPU: raise --gpu-memory-utilization by that share "
+            "of the card's memory, as far as it is free."
+        )
+
 
 def hundredth_up(share: float) -> float:
     """Rounded up to 0.01."""
@@ -256,10 +270,6 @@ def hundredth_up(share: float) -> float:
 def share_down(part_gib: float, total_gib: float) -> float:
     """The largest utilization, in steps of 0.01, that fits into ``part_gib`` however the log rounded it."""
     return math.floor((part_gib - _ROUNDING_GIB) / (total_gib + _ROUNDING_GIB) * 100) / 100
-
-
-def _least(values: Iterable[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)
 
 
 Rule = Callable[[FailedStart], Diagnosis]
@@ -314,3 +324,21 @@ def length_flag(tokens: float) -> tuple[str, str]:
 def smallest_useful_cache(s: FailedStart) -> float:
     """GiB of KV cache worth starting with: 1, or a twentieth of a small card."""
     return min(1.0, (s.total_gib or 20) / 20)
+
+
+def smaller_batches(s: FailedStart) -> Advice:
+    """Half of what was asked for, at most 2048 tokens and 64 sequences."""
+    tokens = min((s.flags.max_num_batched_tokens or 4096) // 2, 2048)
+    seqs = min((s.flags.max_num_seqs or 128) // 2, 64)
+    return Advice(
+        "Smaller batches, so a smaller activation peak.",
+        ("--max-num-batched-tokens", str(max(tokens, 1)), "--max-num-seqs", str(max(seqs, 1))),
+    )
+
+
+def fewer_graphs() -> tuple[Advice, ...]:
+    """Less memory for CUDA graphs, or none."""
+    return (
+        Advice("Captures graphs for fewer batch sizes.", ("--max-cudagraph-capture-size", "64")),
+        Advice("Captures no CUDA graphs at all (slower decoding).", ("--enforce-eager",)),
+    )

@@ -1,5 +1,4 @@
-"""Starts that failed on the KV cache: too small for a request, for a state slot per sequence, or not "
-"there."""
+"""Starts that failed on the KV cache: too small for one request or the state slots, or not there at all."""
 
 from __future__ import annotations
 
@@ -13,13 +12,16 @@ from kvwatch.forecast.diagnosis import (
     Draft,
     FailedStart,
     Rule,
+    fewer_graphs,
     gib,
     length_flag,
     more_gpus,
     quantized_weights,
     share_down,
+    smaller_batches,
     smallest_useful_cache,
 )
+from kvwatch.forecast.explain_model import PoolPlanner
 
 
 def _auto_length(s: FailedStart) -> Advice | None:
@@ -34,10 +36,7 @@ def _auto_length(s: FailedStart) -> Advice | None:
 
 def kv_needed_gt_available(s: FailedStart) -> Diagnosis:
     """One request of the longest length does not fit into the KV cache."""
-    length, need, available = (s.finding.number(name) for name in ("max_model_len", "need_gib", "avail_gib"))
-    assert length is not None
-    assert need is not None
-    assert available is not None
+    length, need, available = (s.finding.printed(name) for name in ("max_model_len", "need_gib", "avail_gib"))
     draft = Draft(
         s,
         f"One request of {int(length)} tokens does not fit into the KV cache.",
@@ -80,8 +79,8 @@ def _override_note(s: FailedStart) -> str | None:
 def _pipeline_note(s: FailedStart) -> str | None:
     if _over_counts_pipeline(s):
         return (
-            f"vLLM {s.version} compares the whole model's need with one pipeline stage's memory, so the need "
-            "it prints is too large."
+            "This release (0.14 to 0.16) compares the whole model's need with one pipeline stage's memory, "
+            "so the need it prints is too large."
         )
     return None
 
@@ -102,20 +101,23 @@ def _shorter(s: FailedStart, length: float, need: float, available: float) -> Ad
     if printed is not None and printed >= 1:
         tokens = min(lengths)
         text = f"The longest length that fits by vLLM's own count: {int(tokens)} of {int(length)} tokens."
+    elif s.planner is not None:
+        tokens = s.planner.longest(int(length), available) or 0
+        text = f"The longest length that fits, worked out from the model: {tokens} of {int(length)} tokens."
     else:
         tokens = 16 * int(length * (available - 0.005) / (need + 0.005) / 16)
-        if tokens < 16:
-            return None
         text = (
             f"About the longest length that fits: {gib(available)} of the {gib(need)} that {int(length)} "
             "tokens take (exact where every layer is full attention)."
         )
+    if tokens < 1:
+        return None
     arguments: tuple[str, ...] = length_flag(tokens)
     slots = _state_slots(s, need, available, length)
     if slots is not None:
         text += (
-            f" The model keeps one state slot per sequence: with this little memory {slots} sequences are "
-            f"certain to fit, not {s.max_num_seqs}."
+            f" The model keeps one state slot per sequence, and {slots} sequences are certain to find one in "
+            f"this memory, not {s.max_num_seqs}."
         )
         arguments += ("--max-num-seqs", str(slots))
     return Advice(text, arguments)
@@ -124,20 +126,29 @@ def _shorter(s: FailedStart, length: float, need: float, available: float) -> Ad
 def _state_slots(s: FailedStart, need: float, available: float, length: float) -> int | None:
     """Sequences that are certain to have a state slot, where that is fewer than the server would take.
 
-    A hybrid's need is at least ``ceil(length / block) + 1`` blocks, which bounds the block from above and the
-    number of blocks from below. Without CUDA graphs vLLM does not check the slots.
+    Without the model: a hybrid's need is at least ``ceil(length / block) + 1`` blocks, which bounds the block
+    from above and the number of blocks from below. Without CUDA graphs vLLM does not check the slots.
     """
-    block = s.hybrid_block_tokens
-    if block is None or s.flags.enforce_eager:
+    if s.flags.enforce_eager:
         return None
-    blocks = int((math.ceil(length / block) + 1) * (available - 0.005) / (need + 0.005))
+    block = s.hybrid_block_tokens
+    blocks = s.planner.state_slots(int(length), available) if s.planner is not None else None
+    if blocks is None and block is not None:
+        blocks = int((math.ceil(length / block) + 1) * (available - 0.005) / (need + 0.005))
+    if blocks is None:
+        return None
     return max(blocks, 1) if blocks < s.max_num_seqs else None
+
+
+_FP8 = "slight loss of accuracy; needs a GPU and an attention backend with fp8"
 
 
 def _narrower_cache(s: FailedStart, shortage: float, length: float) -> tuple[Advice | str | None, ...]:
     """fp8 for the KV cache, where halving it is enough or lets a longer length fit."""
     if s.fp8_cache:
         return (f"--kv-cache-dtype fp8: the cache is {s.flags.kv_cache_dtype} already.",)
+    if s.planner is not None and s.available_gib is not None:
+        return (_planned_fp8(s.planner, int(length), s.available_gib),)
     if s.hybrid_block_tokens is not None:
         return (
             Advice(
@@ -149,8 +160,7 @@ def _narrower_cache(s: FailedStart, shortage: float, length: float) -> tuple[Adv
     if shortage <= 2:
         return (
             Advice(
-                f"Halves the KV cache, which is enough for {int(length)} tokens (slight loss of accuracy; "
-                "needs a GPU and an attention backend with fp8).",
+                f"Halves the KV cache, which is enough for {int(length)} tokens ({_FP8}).",
                 ("--kv-cache-dtype", "fp8"),
             ),
         )
@@ -161,6 +171,18 @@ def _narrower_cache(s: FailedStart, shortage: float, length: float) -> tuple[Adv
         "needed. Together with a shorter length it doubles what fits."
     )
     return (alone,)
+
+
+def _planned_fp8(planner: PoolPlanner, length: int, available: float) -> Advice | None:
+    longest = planner.longest(length, available, kv_cache_dtype="fp8")
+    if not longest:
+        return None
+    if longest == length:
+        return Advice(f"Makes room for {length} tokens ({_FP8}).", ("--kv-cache-dtype", "fp8"))
+    return Advice(
+        f"Makes room for {longest} of {length} tokens ({_FP8}).",
+        ("--kv-cache-dtype", "fp8", *length_flag(longest)),
+    )
 
 
 def _larger_kv_bytes(s: FailedStart, need: float) -> Advice:
@@ -175,9 +197,7 @@ def _larger_kv_bytes(s: FailedStart, need: float) -> Advice:
 
 def max_seq_len_gt_kv_tokens(s: FailedStart) -> Diagnosis:
     """The V0 engine's wording of the same."""
-    length, tokens = s.finding.number("max_model_len"), s.finding.number("kv_tokens")
-    assert length is not None
-    assert tokens is not None
+    length, tokens = s.finding.printed("max_model_len"), s.finding.printed("kv_tokens")
     draft = Draft(
         s,
         f"The KV cache holds {int(tokens)} tokens, fewer than the {int(length)} of one longest request.",
@@ -239,7 +259,12 @@ def no_available_memory_for_blocks(s: FailedStart) -> Diagnosis:
     draft = Draft(
         s,
         "Nothing of the memory budget is left for the KV cache.",
-        available is not None and f"After weights, activations and CUDA graphs {gib(available)} remain.",
+        available is not None
+        and (
+            f"After weights, activations and CUDA graphs {gib(available)} remain."
+            if available > 0
+            else f"Weights, activations and CUDA graphs take {gib(-available)} more than the budget."
+        ),
         s.weights_gib is not None and f"The weights take {gib(s.weights_gib)} per GPU.",
         _foreign_note(s),
     )
@@ -254,10 +279,7 @@ def _nothing_left(s: FailedStart, draft: Draft, missing: float | None) -> Draft:
     else:
         draft.add(s.raised_utilization(missing + smallest_useful_cache(s)))
     draft.add(
-        Advice(
-            "Smaller batches in the profile, so a smaller activation peak.",
-            ("--max-num-batched-tokens", "2048", "--max-num-seqs", "64"),
-        ),
+        smaller_batches(s),
         quantized_weights(),
         more_gpus(s),
         "A shorter --max-model-len: there is no memory for even one block, whatever the length.",
@@ -281,8 +303,8 @@ def _unmeasured_utilization(s: FailedStart) -> Advice | str | None:
 def _foreign_note(s: FailedStart) -> str | None:
     if s.before(0, 9, 2):
         return (
-            f"vLLM {s.version} counts memory of other processes on the GPU as its own non-torch memory, so "
-            "they shrink the KV cache directly."
+            "This release (before 0.9.2) counts memory of other processes on the GPU as its own non-torch "
+            "memory, so they shrink the KV cache directly."
         )
     return None
 
@@ -302,8 +324,7 @@ def _graph_remedies(s: FailedStart) -> tuple[Advice | None, ...]:
             "few hundredths so that the graphs still find room.",
             environment=("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0",),
         ),
-        Advice("Captures graphs for fewer batch sizes.", ("--max-cudagraph-capture-size", "64")),
-        Advice("Captures no CUDA graphs at all (slower decoding).", ("--enforce-eager",)),
+        *fewer_graphs(),
     )
 
 
@@ -326,9 +347,8 @@ def auto_fit_failed(s: FailedStart) -> Diagnosis:
 
 def mamba_blocks_lt_max_num_seqs(s: FailedStart) -> Diagnosis:
     """Fewer state slots than sequences."""
-    seqs, blocks = s.finding.number("max_num_seqs"), s.finding.number("mamba_blocks")
+    seqs, blocks = s.finding.number("max_num_seqs"), s.finding.printed("mamba_blocks")
     blocks = min((b for f in s.same_kind() if (b := f.number("mamba_blocks")) is not None), default=blocks)
-    assert blocks is not None
     draft = Draft(
         s,
         f"The model keeps one state slot per sequence and only {int(blocks)} fit"
@@ -348,9 +368,9 @@ def mamba_blocks_lt_max_num_seqs(s: FailedStart) -> Diagnosis:
 
 def kv_allocation_gt_free(s: FailedStart) -> Diagnosis:
     """CPU backend: the KV cache asked for is larger than the memory that is free."""
-    wanted, free, total = (s.finding.number(name) for name in ("kv_gib", "free_gib", "total_gib"))
-    assert wanted is not None
-    assert free is not None
+    wanted = s.finding.printed("kv_gib")
+    free = s.finding.printed("free_gib")
+    total = s.finding.number("total_gib")
     if wanted <= 0:
         return (
             Draft(

@@ -18,9 +18,7 @@ from kvwatch.forecast.diagnosis import (
 
 def max_model_len_gt_derived(s: FailedStart) -> Diagnosis:
     """A longer length than the model was made for."""
-    length, derived = s.finding.number("max_model_len"), s.finding.number("derived")
-    assert length is not None
-    assert derived is not None
+    length, derived = s.finding.printed("max_model_len"), s.finding.printed("derived")
     return (
         Draft(
             s,
@@ -42,9 +40,7 @@ def max_model_len_gt_derived(s: FailedStart) -> Diagnosis:
 
 def batched_tokens_lt_max_model_len(s: FailedStart) -> Diagnosis:
     """Chunked prefill is off, and a prompt is longer than a batch."""
-    tokens, length = s.finding.number("max_num_batched_tokens"), s.finding.number("max_model_len")
-    assert tokens is not None
-    assert length is not None
+    tokens, length = s.finding.printed("max_num_batched_tokens"), s.finding.printed("max_model_len")
     return (
         Draft(
             s,
@@ -67,9 +63,7 @@ def batched_tokens_lt_max_model_len(s: FailedStart) -> Diagnosis:
 
 def batched_tokens_lt_max_num_seqs(s: FailedStart) -> Diagnosis:
     """Fewer tokens per batch than sequences."""
-    tokens, seqs = s.finding.number("max_num_batched_tokens"), s.finding.number("max_num_seqs")
-    assert tokens is not None
-    assert seqs is not None
+    tokens, seqs = s.finding.printed("max_num_batched_tokens"), s.finding.printed("max_num_seqs")
     return (
         Draft(s, f"A batch of {int(tokens)} tokens cannot hold one token of each of {int(seqs)} sequences.")
         .add(
@@ -82,20 +76,15 @@ def batched_tokens_lt_max_num_seqs(s: FailedStart) -> Diagnosis:
 
 def indivisible_heads(s: FailedStart) -> Diagnosis:
     """The heads cannot be shared out evenly."""
-    heads = s.finding.number("heads") or s.finding.number("size")
-    size = s.finding.number("tensor_parallel_size")
-    assert heads is not None
-    assert size is not None
-    draft = Draft(s, f"{int(heads)} attention heads cannot be shared out evenly over {int(size)} GPUs.")
-    for divisor in [d for d in range(int(size), 0, -1) if int(heads) % d == 0][:1]:
-        draft.add(
-            Advice("The next smaller size that divides the heads.", ("--tensor-parallel-size", str(divisor)))
-        )
+    heads, size = int(s.finding.printed("heads")), int(s.finding.printed("tensor_parallel_size"))
+    divisor = next(smaller for smaller in range(size, 0, -1) if heads % smaller == 0)
+    draft = Draft(s, f"{heads} attention heads cannot be shared out evenly over {size} GPUs.")
     return draft.add(
+        Advice("The next smaller size that divides the heads.", ("--tensor-parallel-size", str(divisor))),
         Advice(
             "Or cut the model into stages instead, which need not divide the heads.",
-            ("--tensor-parallel-size", "1", "--pipeline-parallel-size", str(int(size))),
-        )
+            ("--tensor-parallel-size", "1", "--pipeline-parallel-size", str(size)),
+        ),
     ).done()
 
 
@@ -120,9 +109,7 @@ def world_size_gt_gpus(s: FailedStart) -> Diagnosis:
 
 def swap_space_too_large(s: FailedStart) -> Diagnosis:
     """V0's swap space does not fit into host memory."""
-    swap, host = s.finding.number("swap_gib"), s.finding.number("host_gib")
-    assert swap is not None
-    assert host is not None
+    swap, host = s.finding.printed("swap_gib"), s.finding.printed("host_gib")
     return (
         Draft(
             s,
@@ -139,8 +126,7 @@ def swap_space_too_large(s: FailedStart) -> Diagnosis:
 
 def block_size_unsupported(s: FailedStart) -> Diagnosis:
     """The attention backend has no such block size."""
-    size, kernel = s.finding.number("block_size"), s.finding.number("kernel_block_size")
-    assert size is not None
+    size, kernel = s.finding.printed("block_size"), s.finding.number("kernel_block_size")
     draft = Draft(
         s, f"No attention backend of this server works with blocks of {int(size)} tokens.", s.finding.text
     )

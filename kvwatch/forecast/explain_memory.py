@@ -1,5 +1,4 @@
-"""Starts that failed on memory itself: held by others, or run out of while loading, profiling or "
-"capturing."""
+"""Starts that failed on memory itself: held by others, or used up while loading, profiling or capturing."""
 
 from __future__ import annotations
 
@@ -13,10 +12,12 @@ from kvwatch.forecast.diagnosis import (
     Draft,
     FailedStart,
     Rule,
+    fewer_graphs,
     gib,
     more_gpus,
     quantized_weights,
     share_down,
+    smaller_batches,
     smallest_useful_cache,
 )
 from kvwatch.observe.log_failures import size_gib
@@ -24,10 +25,11 @@ from kvwatch.observe.log_failures import size_gib
 
 def free_lt_desired(s: FailedStart) -> Diagnosis:
     """Less is free than the server wants to take."""
-    free, total, util = s.free_at_start_gib, s.finding.number("total_gib"), s.finding.number("util")
-    desired = s.finding.number("desired_gib")
-    assert free is not None
-    assert total is not None
+    free, total = (
+        min(finding.printed("free_gib") for finding in s.same_kind()),
+        s.finding.printed("total_gib"),
+    )
+    util, desired = s.finding.number("util"), s.finding.number("desired_gib")
     cpu = s.finding.number("node") is not None
     where = "the host (CPU backend)" if cpu else _device(s)
     draft = Draft(
@@ -82,9 +84,7 @@ def _device(s: FailedStart) -> str:
 
 def external_weights_gt_desired(s: FailedStart) -> Diagnosis:
     """Weights held by another process fill the budget."""
-    held, total, desired = (s.finding.number(name) for name in ("held_gib", "total_gib", "desired_gib"))
-    assert held is not None
-    assert total is not None
+    held, desired = s.finding.printed("held_gib"), s.finding.number("desired_gib")
     draft = Draft(
         s,
         "The weights that another process holds for this server are larger than its whole budget.",
@@ -177,10 +177,7 @@ def cuda_oom_profile(s: FailedStart) -> Diagnosis:
         Draft(s, f"The GPU ran out of memory{during}.", _oom_why(s))
         .add(
             *_stop_listed(s),
-            Advice(
-                "Smaller batches, so a smaller activation peak.",
-                ("--max-num-batched-tokens", "2048", "--max-num-seqs", "64"),
-            ),
+            smaller_batches(s),
             quantized_weights(),
             more_gpus(s),
             _NO_MORE,
@@ -226,8 +223,7 @@ def cuda_oom_cudagraph_capture(s: FailedStart) -> Diagnosis:
         _lower_utilization(
             s, _slack(s), "Leaves more of the card outside the budget, where graphs are captured."
         ),
-        Advice("Captures graphs for fewer batch sizes.", ("--max-cudagraph-capture-size", "64")),
-        Advice("Captures no CUDA graphs at all (slower decoding).", ("--enforce-eager",)),
+        *fewer_graphs(),
         _NO_MORE,
     ).done()
 
@@ -250,7 +246,9 @@ def cuda_oom_sampler_warmup(s: FailedStart) -> Diagnosis:
             Advice(
                 "A quarter of the sequences, a quarter of the memory.",
                 ("--max-num-seqs", str(max(seqs // 4, 1))),
-            ),
+            )
+            if seqs > 1
+            else None,
             _lower_utilization(s, _slack(s), "Leaves more of the card outside the budget."),
             _NO_MORE,
         )
@@ -265,7 +263,7 @@ def cuda_oom_runtime(s: FailedStart) -> Diagnosis:
         .add(
             *_stop_listed(s),
             _lower_utilization(s, _slack(s), "Leaves more of the card for what grows at run time."),
-            Advice("Smaller batches, so a smaller activation peak.", ("--max-num-batched-tokens", "2048")),
+            smaller_batches(s),
             _NO_MORE,
         )
         .done()
@@ -290,28 +288,35 @@ def cuda_oom_foreign_listed(s: FailedStart) -> Diagnosis:
     )
 
 
-def _holders(s: FailedStart) -> Mapping[str, str]:
-    listed = s.finding.numbers.get("pids")
-    return dict(entry.split("=", 1) for entry in listed) if isinstance(listed, list) else {}
+def _holders(s: FailedStart) -> list[tuple[str, float]]:
+    """PID and GiB of the processes that torch lists, the largest first."""
+    listed = s.finding.numbers.get("holders_gib")
+    sizes = [(pid, size) for pid, size in listed.items() if size] if isinstance(listed, dict) else []
+    return sorted(sizes, key=lambda holder: -holder[1])
 
 
-def _listed(s: FailedStart) -> str | None:
-    holders = _holders(s)
-    if not holders:
-        return None
-    return "Listed: " + ", ".join(f"PID {pid} {size}" for pid, size in holders.items()) + "."
+def _listed(s: FailedStart) -> str:
+    return "Listed: " + ", ".join(f"PID {pid} {gib(size)}" for pid, size in _holders(s)) + "."
 
 
 def _stop_listed(s: FailedStart) -> tuple[Advice, ...]:
+    pids = [pid for pid, _ in _holders(s)]
     if s.finding.kind != "cuda_oom_foreign_listed":
         return (
             Advice("See whether anything else holds memory on the GPU, and stop it.", command=SHOW_HOLDERS),
         )
+    if "this process" in s.finding.text:
+        return (
+            Advice(
+                "Stops what else holds the GPU's memory. Look first: in a container the PIDs are the host's.",
+                command="kill " + " ".join(pids),
+            ),
+        )
     return (
         Advice(
-            "Stop those that are not this server's own workers (torch numbers processes as the driver does, "
-            "so in a container the PIDs are the host's).",
-            command=SHOW_HOLDERS,
+            "Find out which of them are not this server's own workers, and stop those. In a container the "
+            "PIDs are the host's.",
+            command=f"ps -o pid,user,lstart,args -p {','.join(pids)}",
         ),
     )
 
@@ -334,7 +339,7 @@ def host_oom_killed(s: FailedStart) -> Diagnosis:
     )
     if s.flags.cpu_offload_gb:
         draft.add(Advice("Lower --cpu-offload-gb: it pins that much host memory per GPU."))
-    if (s.flags.swap_space is not None or not s.since(0, 18)) and not s.since(0, 18):
+    if not s.since(0, 18):
         draft.add(
             Advice("Takes no host memory for swapped blocks (releases up to 0.17).", ("--swap-space", "0"))
         )

@@ -93,23 +93,19 @@ Agreements = list[tuple[bool, str]]
 
 
 def _kv_needed(finding: Finding, planner: PoolPlanner) -> Agreements:
-    length, need, available, estimate = (
-        finding.number(name) for name in ("max_model_len", "need_gib", "avail_gib", "est_len")
-    )
-    assert length is not None
-    assert need is not None
-    assert available is not None
-    pool = planner.pool(max_model_len=int(length))
-    computed = max(pool.need_bytes(int(length))) / GIB
+    length, estimate = int(finding.printed("max_model_len")), finding.number("est_len")
+    need, available = finding.printed("need_gib"), finding.printed("avail_gib")
+    pool = planner.pool(max_model_len=length)
+    computed = max(pool.need_bytes(length)) / GIB
     agreements = [
         (
             abs(computed - need) <= 0.011,
-            f"{int(length)} tokens need {computed:.2f} GiB by the arithmetic, {need:.2f} GiB by the log.",
+            f"{length} tokens need {computed:.2f} GiB by the arithmetic, {need:.2f} GiB by the log.",
         )
     ]
     if estimate is not None:
         low, high = (
-            pool.longest_length(available_bytes(pool, available * GIB + slack), int(length))
+            pool.longest_length(available_bytes(pool, available * GIB + slack), length)
             for slack in (-ROUNDING_BYTES, ROUNDING_BYTES)
         )
         between = f"{low}" if low == high else f"{low} to {high}"
@@ -123,17 +119,15 @@ def _kv_needed(finding: Finding, planner: PoolPlanner) -> Agreements:
 
 
 def _derived(finding: Finding, planner: PoolPlanner) -> Agreements:
-    length = finding.number("max_model_len")
-    assert length is not None
-    allowed = planner.pool(max_model_len=int(length)).settings.derived_max_model_len
-    return [(False, f"by the arithmetic config.json allows {allowed} tokens and so {int(length)}.")]
+    length = int(finding.printed("max_model_len"))
+    allowed = planner.pool(max_model_len=length).settings.derived_max_model_len
+    return [(False, f"by the arithmetic config.json allows {allowed} tokens and so {length}.")]
 
 
 def _heads(finding: Finding, planner: PoolPlanner) -> Agreements:
-    size = finding.number("tensor_parallel_size")
-    assert size is not None
-    planner.pool(tensor_parallel_size=int(size))
-    return [(False, f"by the arithmetic the heads can be shared out over {int(size)} GPUs.")]
+    size = int(finding.printed("tensor_parallel_size"))
+    planner.pool(tensor_parallel_size=size)
+    return [(False, f"by the arithmetic the heads can be shared out over {size} GPUs.")]
 
 
 _COMPARISONS = {

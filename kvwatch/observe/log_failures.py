@@ -16,6 +16,7 @@ _SIZE = r"[-+]?\d[\d,]*(?:\.\d+)?(?:[KMGT]i?B|[Bb]ytes)"
 ALIASES = {"requested_gib": "desired_gib", "util_to_keep": "keep"}
 
 
+MAX_HOLDERS = 32
 _OOM_FIELDS = tuple(
     (name, re.compile("".join(pattern.split()).replace("SIZE", f"({_SIZE})")))
     for name, pattern in (
@@ -52,6 +53,11 @@ def size_gib(numbers: Mapping[str, object], name: str) -> float | None:
     return None
 
 
+def _gib(text: str) -> float:
+    unit, value = _size(text)
+    return round(value * _UNITS_GIB[unit], 3)
+
+
 def _oom_numbers(match: re.Match[str]) -> Numbers:
     text = match.string[match.start() :]
     numbers: Numbers = {}
@@ -66,7 +72,7 @@ def _oom_numbers(match: re.Match[str]) -> Numbers:
     others = _OOM_OTHERS.findall(text)
     if others:
         numbers["processes"] = len(others)
-        numbers["pids"] = [f"{pid}={_size(size)[1]}{_size(size)[0]}" for pid, size in others[:32]]
+        numbers["holders_gib"] = {pid: _gib(size) for pid, size in others[:MAX_HOLDERS]}
     return numbers
 
 
@@ -100,7 +106,10 @@ def _profiling_numbers(match: re.Match[str]) -> Numbers:
         text = match[name]
         if text is not None:
             value = number(text)
-            numbers[f"{name}_gib"] = round(value / 2**30, 2) if value > 2**20 else value
+            in_bytes = value > 2**20
+            numbers[f"{name}_gib"] = round(value / 2**30, 2) if in_bytes else value
+            if in_bytes:
+                numbers[f"{name}_bytes"] = value
     return numbers
 
 
@@ -275,7 +284,7 @@ FAILURES = (
     ),
     message(
         "indivisible_heads",
-        r"AssertionError: <size> is not divisible by <tensor_parallel_size>$",
+        r"AssertionError: <heads> is not divisible by <tensor_parallel_size>$",
         "is not divisible by",
     ),
     message(
@@ -345,14 +354,15 @@ FAILURES = (
     ),
     message(
         "host_oom_killed",
-        r"^Killed$|: line \d+:\d+ Killed|OOMKilled|oom-kill:|Out of memory: Killed process <pid>"
-        r"|(?:M|m)emory cgroup out of memory|\(out of memory\): Killed process|exited with code "
-        r"137|oom_reaper: reaped",
+        r"^Killed$|: line \d+: \d+ Killed|OOMKilled|oom-kill:|Out of memory: Killed process <pid>"
+        r"|[Mm]emory cgroup out of memory|\(out of memory\): Killed process|oom_reaper: reaped"
+        r"|exited with code <exit_code:137>|node running low on memory",
         "Killed",
         "oom-kill",
         "cgroup out of memory",
         "exited with code 137",
         "oom_reaper",
+        "running low on memory",
     ),
     message(
         "worker_died",
@@ -371,8 +381,10 @@ FAILURES = (
     ),
     message(
         "worker_init_failed",
-        r"WorkerProc initialization failed|WorkerProc failed to start|Worker failed with error",
+        r"WorkerProc initialization failed|WorkerProc failed to start|Worker failed with error"
+        r"|Exception in worker \w+ while processing method",
         "WorkerProc",
+        "while processing method",
         "Worker failed with error",
         parse=lambda _match: {},
     ),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Number = int | float
-Value = Number | str | bool | list[str] | dict[str, int | None]
+Value = Number | str | bool | list[str] | dict[str, float | None]
 Numbers = dict[str, Value]
 
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"

@@ -61,6 +61,12 @@ class Finding:
         value = self.numbers.get(name)
         return None if isinstance(value, bool) or not isinstance(value, int | float) else value
 
+    def printed(self, name: str) -> float:
+        """A number that every message of this kind prints."""
+        value = self.number(name)
+        assert value is not None, f"{self.kind} prints no {name}"
+        return value
+
 
 @dataclass(frozen=True, slots=True)
 class StartLog:
@@ -105,10 +111,14 @@ class StartLog:
         return tuple(finding for finding in self.information if finding.kind == kind)
 
 
+_VAGUENESS = {"unclassified_error": 2, "cuda_oom": 1, "model_not_found": 1}
+"""A hub that does not answer is retried and often no matter."""
+
+
 def _vagueness(finding: Finding) -> int:
     if finding.is_consequence:
         return 3
-    return {"unclassified_error": 2, "cuda_oom": 1}.get(finding.kind, 0)
+    return _VAGUENESS.get(finding.kind, 0)
 
 
 def flags_of(arguments: Mapping[str, Any]) -> Flags:
@@ -226,14 +236,20 @@ def logged_arguments(body: str) -> dict[str, Any]:
     match = _ARGUMENTS.search(body)
     if match is None:
         return {}
-    if match["dict"] is not None:
-        try:
-            return dict(ast.literal_eval(match["dict"].strip()))
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            pass
+    whole = _literal(match["dict"] or "")
+    if isinstance(whole, dict):
+        return {name: value for name, value in whole.items() if isinstance(name, str)}
     pairs = _PAIR.findall(match["dict"] or match["namespace"] or match["config"] or "")
-    values = {_ENGINE_NAMES.get(name, name): ast.literal_eval(value) for name, value in pairs}
+    values = {_ENGINE_NAMES.get(name, name): _literal(value) for name, value in pairs}
     return {name: value for name, value in values.items() if name in _ARGUMENT_NAMES and value is not None}
+
+
+def _literal(text: str) -> object:
+    """The value of a Python literal, None for any other text."""
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
 
 
 # --- the whole log --------------------------------------------------------------------------------
@@ -281,6 +297,8 @@ _KIND_BY_STAGE = {
 _FAILURE_ANCHORS = tuple(dict.fromkeys(anchor for message in FAILURES for anchor in message.anchors))
 _SERVING = ("HTTP/1.", "Avg prompt throughput", "Received request ", "Added request ")
 """What a serving log is full of; requests can quote anything."""
+_NOT_WHILE_SERVING = frozenset({"config_invalid", "config_validation_failed", "model_not_found"})
+"""A serving log has the like of these from requests."""
 _ONE_LINE = frozenset(kind for kind, _ in ARGPARSE)
 _WORDS = (
     *dict.fromkeys(anchor for message in FAILURES + INFORMATION for anchor in message.anchors),
@@ -340,6 +358,10 @@ class _Traceback:
 
     functions: set[str] = field(default_factory=set)
     after_frame: bool = False
+
+
+def _tells_more(finding: Finding, known: Finding | None) -> bool:
+    return known is None or (finding.kind, finding.numbers) != (known.kind, known.numbers)
 
 
 class _Reader:
@@ -453,7 +475,7 @@ class _Reader:
         joined = replace(window.line, body=f"{window.line.body} {stripped}")
         finding = _classify(joined, window.number)
         window.line = joined
-        if finding is not None and finding.is_failure:
+        if finding is not None and finding.is_failure and _tells_more(finding, window.finding):
             window.finding = finding
         return True
 
@@ -466,6 +488,8 @@ class _Reader:
 
     def _keep(self, finding: Finding) -> None:
         attempt = self._current
+        if attempt.started and finding.kind in _NOT_WHILE_SERVING:
+            return
         if finding.kind.startswith("cuda_oom"):
             finding = self._with_stage(finding)
         if finding.kind == "info_started":
