@@ -113,6 +113,7 @@ _SEVERAL: Final = {
     "a100": ("A100-40GB", "A100-80GB"),
     "a100sxm": ("A100-40GB", "A100-80GB"),
     "v100": ("V100-16GB", "V100-32GB"),
+    "teslav100": ("V100-16GB", "V100-32GB"),
     "rtx6000": ("RTX-6000-Ada", "RTX-PRO-6000"),
 }
 """Names that do not say which of several cards is meant."""

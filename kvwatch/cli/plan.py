@@ -65,6 +65,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="would a model start on some cards, and what would fit?",
+        usage="kvwatch plan [MODEL] [--gpu CARD] [options] [vLLM's flags]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -109,7 +109,7 @@ def _cache(sizing: Sizing) -> Iterator[str]:
     if sizing.max_concurrency is not None:
         yield _line("full-length requests at once", f"{sizing.max_concurrency:,.2f}")
     limit = settings.derived_max_model_len
-    note = "tokens, the model's limit" if sizing.longest_length >= limit else "tokens"
+    note = "tokens, model's limit" if sizing.longest_length >= limit else "tokens"
     yield _line("longest request that fits", f"{sizing.longest_length:,}", note)
 
 
@@ -249,9 +249,7 @@ def fit_table(found: Sequence[Fit]) -> str:
         count = f"{fit.sizing.world_size}" if fit.sizing else "-"
         result = fit.sizing or f"not with 8 or fewer: {fit.reason}"
         lines.append(f"{fit.gpu.label:<18}{count:>6}{_result_cells(result, WIDTH - 24)}")
-    return "\n".join(
-        [*lines, "", "GPUs split one model by tensor parallelism; the doubt of each estimate is against it."]
-    )
+    return "\n".join([*lines, "", "GPUs share the model by tensor parallelism, all doubt counted against."])
 
 
 def weights_text(model: str, flags: Flags, weights: Weights) -> str:

@@ -8,11 +8,12 @@ Kernels, communication between GPUs and scheduling cost time beside that: a serv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvwatch.blockmath.errors import Refused, Unsupported
 from kvwatch.blockmath.modelconfig import ModelConfig
 from kvwatch.blockmath.pool import Pool
+from kvwatch.blockmath.specs import FULL_KINDS, Kind, LayerSpec
 from kvwatch.blockmath.weights import weight_bytes
 from kvwatch.forecast.shape import Experts, shape_of, with_experts
 from kvwatch.forecast.sizing import Scenario, Sizing
@@ -73,12 +74,12 @@ class _Reader:
     """Bytes that one step reads, summed over pipeline stages, which work one after the other."""
 
     def __init__(self, sizing: Sizing) -> None:
-        self._pool = _between_steps(sizing.pool)
+        self._pool = sizing.pool
         self._weights = sum(stage.weights or stage.non_kv for stage in sizing.stages)
         self._experts, self._each = _expert_bytes(sizing.scenario)
 
     def step_bytes(self, batch: int, context: int) -> float:
-        return self._weights - self._idle_bytes(batch) + batch * sum(self._pool.need_bytes(context))
+        return self._weights - self._idle_bytes(batch) + batch * request_bytes(self._pool, context)
 
     def _idle_bytes(self, batch: int) -> float:
         if self._experts is None:
@@ -87,9 +88,21 @@ class _Reader:
         return self._each * self._experts.count * missed
 
 
-def _between_steps(pool: Pool) -> Pool:
-    """The pool as a decoding request sees it: no prompt under way that windows would have to keep."""
-    return replace(pool, load=replace(pool.load, max_in_flight_tokens=1))
+def request_bytes(pool: Pool, context: int) -> float:
+    """KV cache that one request with so many tokens reads in a step on one rank, over all stages."""
+    return sum(
+        sum(counts) * _layer_bytes(spec, context, pool.settings.dcp)
+        for group in pool.groups
+        for spec, counts in group.members
+    )
+
+
+def _layer_bytes(spec: LayerSpec, context: int, dcp: int) -> float:
+    if spec.kind in (Kind.MAMBA, Kind.RING):
+        return spec.unpadded_bytes
+    tokens = min(context, spec.window or spec.chunk or context)
+    shards = dcp if spec.kind in FULL_KINDS and spec.dcp_sharded else 1
+    return spec.state_bytes * tokens / spec.tokens_per_state / shards
 
 
 def _expert_bytes(scenario: Scenario) -> tuple[Experts | None, float]:
