@@ -45,7 +45,13 @@ def checkpoint_names(name: str) -> tuple[str, ...]:
     """All names under which an ignore list may mean this module, without leading wrappers."""
     bare = PREFIXES.sub("", name)
     head, _, last = bare.rpartition(".")
-    return (bare, head, *(f"{head}.{piece}" for piece in UNFUSED.get(last, ())))
+    return (bare, *(f"{head}.{piece}" for piece in UNFUSED.get(last, ())))
+
+
+def _place(name: str) -> str:
+    """The first two parts of a name, usually ``layers.N``: where to look for wildcards."""
+    end = name.find(".", name.find(".") + 1)
+    return name[:end] if end > 0 else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +59,52 @@ class Names:
     """A list of module names, wildcards and ``re:`` expressions.
 
     A name stands for the module and for all that it holds.
+
+    Attributes:
+        exact: full names.
+        starts: what wildcards at the end of a name leave, by place; those of no single place under "".
+        patterns: other wildcards and expressions.
     """
 
     exact: frozenset[str] = frozenset()
-    starts: tuple[str, ...] = ()
+    starts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     patterns: tuple[re.Pattern[str], ...] = ()
 
     @classmethod
     def of(cls, listed: Iterable[str]) -> Names:
         """Compile a list as config.json gives it."""
-        exact, starts, patterns = set(), [], []
+        exact, patterns = set(), []
+        starts: dict[str, tuple[str, ...]] = {}
         for name in listed:
+            bare = PREFIXES.sub("", name)
             if name.startswith("re:"):
                 patterns.append(re.compile(name[3:]))
             elif "*" not in name:
-                bare = PREFIXES.sub("", name)
                 exact.add(bare)
-                starts.append(f"{bare}.")
-            elif name.endswith("*") and "*" not in name[:-1]:
-                starts.append(PREFIXES.sub("", name[:-1]))
+            elif "*" not in bare[:-1]:
+                place = _place(bare) if bare.count(".") > 1 else ""
+                starts[place] = (*starts.get(place, ()), bare[:-1])
             else:
-                patterns.append(re.compile(translate(PREFIXES.sub("", name))))
-        return cls(frozenset(exact), tuple(starts), tuple(patterns))
+                patterns.append(re.compile(translate(bare)))
+        return cls(frozenset(exact), starts, tuple(patterns))
+
+    def __bool__(self) -> bool:
+        return bool(self.exact or self.starts or self.patterns)
 
     def match(self, names: tuple[str, ...]) -> bool:
         """Whether the list means the module that has these names."""
-        if not self.exact.isdisjoint(names):
+        return any(self._holds(name) for name in names)
+
+    def _holds(self, name: str) -> bool:
+        if self.exact:
+            end = len(name)
+            while end > 0:
+                if name[:end] in self.exact:
+                    return True
+                end = name.rfind(".", 0, end)
+        if self.starts and name.startswith(self.starts.get(_place(name), ()) + self.starts.get("", ())):
             return True
-        if self.starts and any(name.startswith(self.starts) for name in names):
-            return True
-        return any(pattern.match(name) for pattern in self.patterns for name in names)
+        return any(pattern.match(name) for pattern in self.patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +131,7 @@ class Scheme:
     @property
     def per_module(self) -> bool:
         """Whether equal layers may be stored differently."""
-        return bool(self.ignored.exact or self.ignored.starts or self.ignored.patterns or self.listed)
+        return bool(self.ignored or self.listed)
 
     def format_of(self, part: Linear, prefix: str) -> Format | None:
         """How a layer is stored; None = unquantized."""
