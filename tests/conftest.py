@@ -11,6 +11,12 @@ import pytest
 Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="record the pages of tests/golden instead of comparing"
+    )
+
+
 def refuse_skip(report: Report) -> Report:
     """Turn a skip into a failure where nobody would read its reason (CI sets KVWATCH_FORBID_SKIPS)."""
     expected_failure = hasattr(report, "wasxfail")

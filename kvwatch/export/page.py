@@ -104,10 +104,11 @@ def _add_holders(page: Page, state: GpuState, top: int) -> None:
     listed = [holder for holder in state.holders if holder.ownership.owner in LISTED and holder.process]
     for holder in listed[:top]:
         _add_holder(page, state, holder)
-    folded: dict[Owner, int] = {}
+    folded: dict[Owner, int | None] = {}
     for holder in listed[top:]:
         owner = holder.ownership.owner
-        folded[owner] = folded.get(owner, 0) + (holder.used_bytes or 0)
+        held = folded.get(owner, 0)
+        folded[owner] = None if held is None or holder.used_bytes is None else held + holder.used_bytes
     for owner, held in folded.items():
         page.add(
             "kvwatch_holder_memory_bytes",
