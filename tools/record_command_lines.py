@@ -119,8 +119,7 @@ class Recorder:
         config = dict(self.random.sample(ENTRIES, self.random.randint(1, 5))) if self._chance(0.2) else {}
         argv = self._command_line(in_file="model" in config)
         if config:
-            at = self.random.randint(1, len(argv)) if argv[-1:] != ["org/model"] else 1
-            argv = self._insert_config(argv, at)
+            argv = self._insert_config(argv, self.random.randint(min(1, len(argv)), len(argv)))
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, CONFIG_NAME)
             file.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML

@@ -56,16 +56,14 @@ ENVIRONMENT = frozenset(
 )
 """Variables that bear on start-up, on the GPUs a server sees or on where its files are. No other is read."""
 
+RETRY_CYCLES = 10
+"""Looks between two attempts to read a server that could not be read completely."""
+
 TITLE_PREFIX = "VLLM"
-_TITLE = re.compile(
-    r"^(?P<prefix>.+)::(?:DP)?(?:EngineCore|Worker|APIServer|Coordinator|DPCoordinator)(?:_|$)"
-)
+_TITLE = re.compile(r"^(?P<prefix>.+)::(?:DP)?(?:EngineCore|Worker|APIServer|Coordinator)(?:_|$)")
 _DEAD_STATES = frozenset("ZX")
 _CONFIG_LIMIT = 64 * 1024
 _ALL_OR_NONE = frozenset({"", "all", "none", "void"})
-
-
-RETRY_CYCLES = 10
 
 
 class LaunchSource:

@@ -239,7 +239,10 @@ class ProcessSource:
             return None
         argv = () if stat.kernel_thread else _arguments(directory, pid)
         cgroup = None if stat.kernel_thread else self._cgroup(directory, pid)
-        same = known is not None and known.stat.start_ticks == stat.start_ticks
+        if known is not None and known.stat.start_ticks == stat.start_ticks:
+            pid_namespace = known.process.pid_namespace
+        else:
+            pid_namespace = namespace_inode(self._root, pid, "pid")
         process = Process(
             pid=pid,
             ppid=stat.ppid,
@@ -253,9 +256,7 @@ class ProcessSource:
             cgroup=cgroup.path if cgroup else None,
             container=cgroup.container if cgroup else None,
             unit=cgroup.unit if cgroup else None,
-            pid_namespace=(
-                known.process.pid_namespace if known and same else namespace_inode(self._root, pid, "pid")
-            ),
+            pid_namespace=pid_namespace,
         )
         return _Known(inode, stat, process, watched=_is_watched(process))
 

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from kvwatch.blockmath.flags import Flags
 from kvwatch.observe.command_line import CommandLine, parse_command_line, server_arguments
 from kvwatch.observe.serve_flags import ALIASES, CURRENT, RETIRED, SHORT, Arity, resolve, resolve_short
+from tests.observe.command_lines import check, read_cases
 
-DEFAULTS, *RECORDED = map(
-    json.loads, Path(__file__).with_name("command_lines.jsonl").read_text().splitlines()
-)
-"""Command lines as vLLM 0.32.0's own parser read them; see tools/record_command_lines.py."""
+DEFAULTS, *RECORDED = read_cases(Path(__file__).with_name("command_lines.jsonl").read_text())
 
 
 def parse(text: str, **files: str) -> CommandLine:
@@ -86,33 +84,7 @@ def test_no_servers(argv: str) -> None:
 
 @pytest.mark.parametrize("case", RECORDED, ids=[str(number) for number in range(len(RECORDED))])
 def test_reads_what_vllm_reads(case: Mapping[str, Any]) -> None:
-    theirs: Mapping[str, Any] = {**DEFAULTS["defaults"], **case["changed"]}
-    files = {"serve.yaml": json.dumps(case.get("config"))}
-    line = parse_command_line(["serve", *case["argv"]], read_file=files.__getitem__)
-    assert (line.failures, line.unknown_flags) == ((), ())
-    ours = line.flags.given()
-    model = theirs["model_tag"] or case["changed"].get("model")
-    assert ours.pop("model", None) == model
-    assert ours.pop("speculative_config", None) == speculative_config(theirs)
-    for name in {entry.name for entry in fields(Flags)} & theirs.keys() - {"model", "speculative_config"}:
-        value = ours.get(name, DEFAULTS["defaults"][name])
-        assert (list(value) if isinstance(value, tuple) else value) == theirs[name], name
-    for name in ("port", "host", "uds", "revision", "download_dir", "hf_config_path"):
-        assert getattr(line, name) == theirs[name], name
-    assert line.tls == bool(theirs["ssl_keyfile"] or theirs["ssl_certfile"])
-    assert line.headless == (theirs["headless"] or theirs["api_server_count"] == 0)
-    assert line.device_ids == (tuple(map(str, theirs["device_ids"])) if theirs["device_ids"] else None)
-    assert list(line.served_names) == (theirs["served_model_name"] or ([model] if model else []))
-    assert "secret" not in repr(line)
-
-
-def speculative_config(parsed: Mapping[str, Any]) -> dict[str, Any] | None:
-    """vLLM lays the short flags over the object when it builds its configuration."""
-    config = {name.replace("-", "_"): value for name, value in (parsed["speculative_config"] or {}).items()}
-    for flag, key in (("method", "method"), ("model", "model"), ("tokens", "num_speculative_tokens")):
-        if parsed[f"spec_{flag}"] is not None:
-            config[key] = parsed[f"spec_{flag}"]
-    return config or None
+    check(case, DEFAULTS["defaults"])
 
 
 # --- spellings ------------------------------------------------------------------------------------------
