@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from kvwatch.forecast.diagnosis import (
     SHOW_HOLDERS,
@@ -47,8 +48,10 @@ def kv_needed_gt_available(s: FailedStart) -> Diagnosis:
     )
     if available <= 0 and not _tiny(s):
         return _nothing_left(s, draft, -available).done()
-    draft.add(_shorter(s, length, need, available))
-    draft.add(*_narrower_cache(s, need / available if available else math.inf, length))
+    enough = _StateSlots(s, int(length), need)
+    draft.add(enough.beside(_shorter(s, length, need, available), available))
+    for outcome in _narrower_cache(s, need / available if available else math.inf, length):
+        draft.add(enough.beside(outcome, available))
     if s.flags.num_gpu_blocks_override is not None:
         draft.add(
             Advice(
@@ -57,8 +60,8 @@ def kv_needed_gt_available(s: FailedStart) -> Diagnosis:
         )
     if s.flags.kv_cache_memory_bytes is not None:
         draft.add(_larger_kv_bytes(s, need))
-    draft.add(s.raised_utilization(need - available), *_graph_remedies(s))
-    draft.add(_upgrade_for_pipeline(s), _auto_length(s), more_gpus(s))
+    draft.add(enough.beside(s.raised_utilization(need - available), need), *_graph_remedies(s))
+    draft.add(_upgrade_for_pipeline(s), enough.beside(_auto_length(s), available), more_gpus(s))
     return draft.done()
 
 
@@ -112,32 +115,47 @@ def _shorter(s: FailedStart, length: float, need: float, available: float) -> Ad
         )
     if tokens < 1:
         return None
-    arguments: tuple[str, ...] = length_flag(tokens)
-    slots = _state_slots(s, need, available, length)
-    if slots is not None:
-        text += (
-            f" The model keeps one state slot per sequence, and {slots} sequences are certain to find one in "
-            f"this memory, not {s.max_num_seqs}."
-        )
-        arguments += ("--max-num-seqs", str(slots))
-    return Advice(text, arguments)
+    return Advice(text, length_flag(tokens))
 
 
-def _state_slots(s: FailedStart, need: float, available: float, length: float) -> int | None:
-    """Sequences that are certain to have a state slot, where that is fewer than the server would take.
+@dataclass(frozen=True, slots=True)
+class _StateSlots:
+    """The check that comes after the one for a request: a recurrent model's slots, one per sequence.
 
-    Without the model: a hybrid's need is at least ``ceil(length / block) + 1`` blocks, which bounds the block
-    from above and the number of blocks from below. Without CUDA graphs vLLM does not check the slots.
+    Attributes:
+        length: tokens that ``need`` GiB are for.
     """
-    if s.flags.enforce_eager:
-        return None
-    block = s.hybrid_block_tokens
-    blocks = s.planner.state_slots(int(length), available) if s.planner is not None else None
-    if blocks is None and block is not None:
-        blocks = int((math.ceil(length / block) + 1) * (available - 0.005) / (need + 0.005))
-    if blocks is None:
-        return None
-    return max(blocks, 1) if blocks < s.max_num_seqs else None
+
+    start: FailedStart
+    length: int
+    need: float
+
+    def beside(self, outcome: Advice | str | None, available: float) -> Advice | str | None:
+        """Advice that leaves ``available`` GiB, with fewer sequences where it would fail on the slots."""
+        slots = self._certain(available)
+        if not isinstance(outcome, Advice) or not outcome.arguments or slots is None:
+            return outcome
+        text = (
+            f"{outcome.text} The model keeps one state slot per sequence, and {slots} sequences are certain "
+            f"to find one then, not {self.start.max_num_seqs}."
+        )
+        return replace(outcome, text=text, arguments=(*outcome.arguments, "--max-num-seqs", str(slots)))
+
+    def _certain(self, available: float) -> int | None:
+        """Sequences certain to have a slot, where that is fewer than the server would take.
+
+        Without the model: a hybrid's need is at least ``ceil(length / block) + 1`` blocks, which bounds the
+        block from above and the number of blocks from below. Without CUDA graphs vLLM does not check.
+        """
+        if self.start.flags.enforce_eager:
+            return None
+        planner, block = self.start.planner, self.start.hybrid_block_tokens
+        blocks = planner.state_slots(self.length, available) if planner is not None else None
+        if blocks is None and block is not None:
+            blocks = int((math.ceil(self.length / block) + 1) * (available - 0.005) / (self.need + 0.005))
+        if blocks is None or blocks >= self.start.max_num_seqs:
+            return None
+        return max(blocks, 1)
 
 
 _FP8 = "slight loss of accuracy; needs a GPU and an attention backend with fp8"

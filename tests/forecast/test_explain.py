@@ -229,6 +229,14 @@ HYBRID = (
 def test_a_length_that_would_fail_on_state_slots_comes_with_fewer_sequences() -> None:
     diagnosis = diagnose(HYBRID, needed(262144, 16.45, 2.0, 25088))
     assert typed(diagnosis)[0] == "--max-model-len 25088 --max-num-seqs 40"
+    raised = diagnose(
+        HYBRID,
+        told(gpu_memory_utilization=0.7),
+        snapshot(79.1, 79.19),
+        needed(262144, 16.45, 2.0, 25088),
+    )
+    assert "--gpu-memory-utilization 0.89 --max-num-seqs 335" in typed(raised)
+    assert "--max-model-len auto --max-num-seqs 40" in typed(raised)
     roomy = diagnose(HYBRID, told(max_num_seqs=40), needed(262144, 16.45, 2.0, 25088))
     assert typed(roomy)[0] == "--max-model-len 25088"
     eager = diagnose(HYBRID, told(enforce_eager=True), needed(262144, 16.45, 2.0, 25088))
