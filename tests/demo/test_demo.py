@@ -10,6 +10,7 @@ from kvwatch.demo.node import DemoNode
 from kvwatch.demo.scenario import Scenario, at, load_scenario
 from kvwatch.export.cycle import Cycle
 from kvwatch.monitor import Monitor
+from kvwatch.observe.cycle import Observer
 from kvwatch.ownership import Owner
 
 
@@ -31,7 +32,8 @@ def node() -> Iterator[ScriptedClock]:
 
 @pytest.fixture(scope="module")
 def monitor(node: ScriptedClock) -> Monitor:
-    return Monitor(node, Config(), now=node.now, simulated=True)
+    config = Config()
+    return Monitor(Observer(node, config, now=node.now), config, now=node.now, simulated=True)
 
 
 def cycle_at(node: ScriptedClock, monitor: Monitor, minute: float) -> Cycle:
