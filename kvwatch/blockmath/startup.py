@@ -46,7 +46,7 @@ class RankMemory:
         free_bytes: free when vLLM looks, its own context already gone.
         non_kv_bytes: weights, activations and everything else of this server that is not KV cache.
         foreign_bytes: held by others; by default what is neither free nor told.
-        graph_bytes: what CUDA graphs will take.
+        graph_bytes: what CUDA graphs will take outside of the budget; captured before the sampler warms up.
         uncertainty_bytes: a margin smaller than this decides nothing.
         free_uncertainty_bytes: the same for the checks that look at what is left of the whole card, where
             non-KV memory cancels out; by default the same figure.
@@ -303,6 +303,7 @@ class _Judged:
         left = self._left_of_card(rank)
         if left is None:
             return CheckResult("sampler_warmup", rank.gpu, None, None)
+        left -= rank.graph_bytes or 0
         margin = left - self.pool.settings.max_num_seqs * vocabulary * 4
         return _bytes_check("sampler_warmup", rank, margin, rank.free_doubt)
 

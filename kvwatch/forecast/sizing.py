@@ -18,7 +18,13 @@ from kvwatch.blockmath.pool import Pool, plan_pool
 from kvwatch.blockmath.releases import Release
 from kvwatch.blockmath.startup import RankMemory, Verdict, judge, requested_bytes
 from kvwatch.blockmath.weights import Weights, weight_bytes
-from kvwatch.forecast.allowance import CONTEXT_DOUBT, Allowance, allowances, context_bytes
+from kvwatch.forecast.allowance import (
+    CONTEXT_DOUBT,
+    GRAPH_DOUBT_SHARE,
+    Allowance,
+    allowances,
+    context_bytes,
+)
 from kvwatch.forecast.shape import shape_of
 
 MODELLED_WEIGHTS_DOUBT: Final = 0.05
@@ -152,7 +158,7 @@ def size_up(scenario: Scenario) -> Sizing:
             foreign_bytes=0,
             graph_bytes=_late_graphs(stage.allowance),
             uncertainty_bytes=stage.uncertainty,
-            free_uncertainty_bytes=int(CONTEXT_DOUBT),
+            free_uncertainty_bytes=_free_doubt(stage.allowance),
         )
         for index, stage in enumerate(stages)
     ]
@@ -179,6 +185,11 @@ def size_up(scenario: Scenario) -> Sizing:
         safe_length=safe,
         assumptions=_assumptions(scenario, pool, weights),
     )
+
+
+def _free_doubt(allowance: Allowance | None) -> int:
+    """Of graphs within the budget, what they take beyond it finds room where activations were."""
+    return int(CONTEXT_DOUBT + GRAPH_DOUBT_SHARE * (_late_graphs(allowance) or 0))
 
 
 def _late_graphs(allowance: Allowance | None) -> int | None:

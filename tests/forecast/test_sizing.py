@@ -182,3 +182,21 @@ def test_more_doubt_where_nothing_was_measured() -> None:
     plain = size_up(scenario()).stages[0]
     towered = size_up(replace(scenario(), config={**MODELS["Llama-3.1-8B"], "vision_config": {}})).stages[0]
     assert towered.uncertainty > plain.uncertainty
+
+
+def test_sampler_has_what_graphs_leave_of_the_card() -> None:
+    """As logged: gpt-oss-20b on two cards starts at 0.90 and fails in the sampler's warm-up at 0.95."""
+    low, high = (
+        size_up(
+            Scenario(
+                MODELS["gpt-oss-20b"],
+                Flags(gpu_memory_utilization=utilization, tensor_parallel_size=2, max_model_len=8192),
+                H100,
+                Release.parse("0.19.0"),
+            )
+        )
+        for utilization in (0.90, 0.95)
+    )
+    assert low.feasible is True
+    assert high.feasible is not True
+    assert {check.check for check in high.verdict.checks if not check.passed} == {"sampler_warmup"}
