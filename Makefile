@@ -6,6 +6,7 @@ PYTEST_ARGS ?=
 
 venv := .venv
 bin := $(venv)/bin
+pip := $(bin)/python -m pip install -qq --disable-pip-version-check
 installed := $(venv)/.installed
 developed := $(venv)/.developed
 
@@ -47,11 +48,12 @@ clean: ## remove what the targets made in this checkout
 	@rm -rf $(venv) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 $(installed): pyproject.toml
+	@echo "installing into $(venv)"
 	@$(PYTHON) -m venv $(venv)
-	@$(bin)/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
-	@$(bin)/pip install --quiet --editable .
+	@$(pip) 'pip>=25.1'
+	@$(pip) --editable .
 	@touch $@
 
 $(developed): $(installed)
-	@$(bin)/pip install --quiet --group dev
+	@$(pip) --group dev
 	@touch $@
