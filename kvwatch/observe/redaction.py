@@ -192,6 +192,7 @@ class _Redactor:
         user = process.user
         changes = {
             **self._fields(replace(process, argv=())),
+            "name": self._title(self._text(process.name)),
             "argv": argv,
             "user": self._names.get(user, user) if user is not None else None,
             "uid": None if person else process.uid,
@@ -265,6 +266,11 @@ class _Redactor:
             short = f"{match[1]}/~" if match[1] else "~"
             path = self._counted("homes", path, short + path[match.end() :])
         return "/".join(self._names.get(part, part) for part in path.split("/"))
+
+    def _title(self, name: str) -> str:
+        """A program's name stays; what it says of itself after that (``postgres: alice``) may name people."""
+        program, blank, rest = name.partition(" ")
+        return program + blank + self._renamed(rest, self._tokens)
 
     def _group(self, text: str | None) -> str | None:
         """A cgroup path or unit, in which a user's name is a word among others."""

@@ -221,6 +221,19 @@ def test_what_identifies_a_person_or_opens_a_door_is_gone_and_the_rest_is_there(
     )
 
 
+def test_a_program_may_be_called_like_a_person_and_still_not_tell_of_one() -> None:
+    names = {2: "alice", 3: "postgres: alice", 4: "postgres: alice-db idle", 5: "alice: malice"}
+    everyone = tuple(process(pid, name, user="alice") for pid, name in names.items())
+    listed = take_capture(observation((), everyone), Config()).observation.processes
+    assert isinstance(listed, ProcessRecord)
+    assert [one.name for one in listed.processes.values()] == [
+        "alice",
+        "postgres: user1",
+        "postgres: user1-db idle",
+        "alice: malice",
+    ]
+
+
 def test_rules_about_users_go_on_meaning_the_same_processes() -> None:
     assert take_capture(a_node(), FULL_CONFIG).config.holders.allowed == (
         Rule(user="user1", workload="vllm-user1.service"),
