@@ -26,7 +26,7 @@ FORMAT = 1
 """Version of the document. Fields are added without a change of it; one that goes or changes raises it."""
 
 MAX_BYTES = 256 << 20
-"""Of one file, decompressed. Five hundred processes and eight servers make half a megabyte."""
+"""Of one file, decompressed. Five hundred processes and eight servers make a third of a megabyte."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
