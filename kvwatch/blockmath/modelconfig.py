@@ -95,7 +95,7 @@ class Section(Mapping[str, Any]):
         if target is not None and self.own.get(target) is not None:
             return self.own[target]
         if name not in self.own:
-            value = self._defaults.fields.get(target or name)
+            value = self._defaults.fields.get(target or name, self._defaults.fields.get(name))
             if value is not None:
                 return value
         raise KeyError(name)

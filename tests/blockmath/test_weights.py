@@ -6,6 +6,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,40 @@ def test_a_missing_field_is_named() -> None:
     del known["vocab_size"]
     with pytest.raises(Unsupported, match="vocab_size"):
         weight_bytes(known, Flags())
+
+
+LEFT_OUT_MATTERS = {
+    "tf__aria": "a mapping of the projector has no plain default",
+    "tf__cohere2_vision": "its class gives the tower other sizes than the tower's own class",
+    "tf__glmasr": "its class gives the decoder other sizes than the decoder's own class",
+    "tf__granite_swa": "layer_types, whose presence turns sinks on, is worked out",
+    "tf__llava": "its class gives the tower other sizes than the tower's own class",
+    "tf__llava_next_video": "its class gives the tower other sizes than the tower's own class",
+    "tf__muse_glimmer": "the projector's width is worked out",
+    "tf__olmo_hybrid": "layer_types is worked out",
+    "tf__phi4_multimodal": "the encoder's final size is worked out",
+    "tf__siglip": "a section is missing altogether",
+    "tf__zamba2": "the hybrid layers are worked out",
+}
+"""Class defaults that a file cannot leave out here, with the reason."""
+
+
+def bare(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json that says nothing but which classes it is for."""
+    kept = {name: content[name] for name in ("architectures", "model_type") if name in content}
+    sections = {
+        name: value for name, value in content.items() if isinstance(value, dict) and "model_type" in value
+    }
+    return kept | {name: bare(value) for name, value in sections.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in rows_by_name() if name.startswith("tf__")])
+def test_fields_left_out_take_the_defaults_of_their_class(name: str) -> None:
+    if name in LEFT_OUT_MATTERS:
+        with suppress(Unsupported):
+            assert weight_bytes(bare(config(name)), Flags()) != weight_bytes(config(name), Flags())
+        return
+    assert weight_bytes(bare(config(name)), Flags()) == weight_bytes(config(name), Flags())
 
 
 def test_sizes_that_do_not_divide_are_refused_as_vllm_does() -> None:

@@ -64,7 +64,8 @@ def granite_conformer(f: Section, _text: Section, _root: Section, s: Shard) -> P
     """Granite Speech's conformer."""
     width, inner = f.whole("hidden_dim"), f.whole("hidden_dim") * f.whole("feedforward_mult")
     conv = width * f.whole("conv_expansion_factor")
-    dim, attention = f.whole("dim_head"), f.whole("dim_head") * f.whole("num_heads")
+    dim = f.whole("dim_head", width // f.whole("num_heads"))
+    attention = dim * f.whole("num_heads")
     out = f.whole("output_dim")
     feed_forward = (
         norm("ff.pre_norm", width, bias=True),

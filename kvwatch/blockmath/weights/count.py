@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvwatch.blockmath.errors import Refused, Unsupported
 from kvwatch.blockmath.flags import Flags
 from kvwatch.blockmath.modelconfig import ModelConfig
 from kvwatch.blockmath.weights.catalogue import build
-from kvwatch.blockmath.weights.parts import Linear, Model, Part, Parts
+from kvwatch.blockmath.weights.parts import Linear, Model, Part, Parts, section
 from kvwatch.blockmath.weights.schemes import Scheme, scheme_of
 from kvwatch.blockmath.weights.shard import WHOLE, Shard
 
@@ -59,7 +59,7 @@ def weight_bytes(config: Mapping[str, Any], flags: Flags) -> Weights:
         Unsupported: the architecture or scheme is not known, or a field is missing.
         Refused: vLLM itself would refuse these sizes.
     """
-    model_config = ModelConfig.read(config, flags.hf_overrides)
+    model_config = _with_defaults(ModelConfig.read(config, flags.hf_overrides))
     scheme = scheme_of(model_config, flags.quantization)
     spread = flags.tp * flags.dp
     shard = Shard(flags.tp, *((1, spread) if flags.enable_expert_parallel else (spread, 1)))
@@ -88,6 +88,14 @@ def quantized(config: Mapping[str, Any], flags: Flags, scheme: str) -> Weights:
     if weights.quantization != scheme:
         raise Unsupported("already_quantized", f"the model is quantized with {weights.quantization}")
     return weights
+
+
+def _with_defaults(config: ModelConfig) -> ModelConfig:
+    return replace(
+        config,
+        root=section(config.root.own, config.root.model_type),
+        text=section(config.text.own, config.text.model_type),
+    )
 
 
 def _itemsize(flags: Flags) -> int:

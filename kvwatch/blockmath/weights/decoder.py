@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvwatch.blockmath.errors import Unsupported
 from kvwatch.blockmath.modelconfig import Section
-from kvwatch.blockmath.weights.layers import Switch, hidden, norm, on, size
+from kvwatch.blockmath.weights.layers import Switch, hidden, norm, on, required, size
 from kvwatch.blockmath.weights.parts import Block, Linear, Model, Parts, Tensor
 from kvwatch.blockmath.weights.shard import Shard
 
@@ -30,7 +30,7 @@ def by_type(field: str, kinds: Mapping[str, Layer], always: Layer = ()) -> Plan:
     """Layers told apart by a list in config.json, such as ``layer_types``."""
 
     def plan(f: Section, i: int) -> Layer:
-        kind = f[field][i]
+        kind = required(f, field)[i]
         if kind not in kinds:
             raise Unsupported("unknown_layer_type", f"config.json: {field}[{i}] is {kind!r}")
         return (*kinds[kind], *always)

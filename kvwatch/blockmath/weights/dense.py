@@ -14,6 +14,7 @@ from kvwatch.blockmath.weights.layers import (
     hidden,
     kv_heads,
     norm,
+    required,
     row,
 )
 from kvwatch.blockmath.weights.parts import Parts, Tensor, With
@@ -121,7 +122,7 @@ def _muse_gate(f: Section, s: Shard) -> Parts:
 
 def _deci(f: Section, i: int) -> Layer:
     """NAS models: each layer may lack its attention or its feed-forward network, or have another width."""
-    block = f["block_configs"][i]
+    block = required(f, "block_configs")[i]
     parts: Layer = ()
     if not block["attention"].get("no_op"):
         kv = heads(f) // block["attention"]["n_heads_in_group"]

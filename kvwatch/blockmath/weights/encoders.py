@@ -17,6 +17,7 @@ from kvwatch.blockmath.weights.layers import (
     norm,
     replicated,
     row,
+    size,
 )
 from kvwatch.blockmath.weights.parts import Linear, Model, Parts, Tensor
 from kvwatch.blockmath.weights.shard import Shard
@@ -137,7 +138,7 @@ def hrm_text(_root: Section, f: Section, s: Shard) -> Model:
     rows = s.vocab(f.whole("vocab_size"))
     return Model(
         (Tensor("embed_tokens", rows * hidden(f)), Tensor("z_L_init", hidden(f))),
-        [layer] * (2 * f.whole("num_layers_per_stack")),
+        [layer] * (2 * size(f, "num_layers_per_stack", "num_hidden_layers")),
         (Linear("lm_head", hidden(f), rows, kind="head"),),
         pipeline=False,
     )

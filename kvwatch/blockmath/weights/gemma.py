@@ -19,10 +19,14 @@ from kvwatch.blockmath.weights.layers import (
     norm,
     on,
     replicated,
+    required,
     row,
 )
 from kvwatch.blockmath.weights.parts import Block, Linear, Part, Parts, Tensor, With
 from kvwatch.blockmath.weights.shard import Shard
+
+GLOBAL_HEAD_DIM = 512
+"""Width of a global layer's heads where config.json does not say."""
 
 BIASED = Attention(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head")
 
@@ -44,19 +48,26 @@ def shares_kv(f: Section, i: int) -> bool:
     return shared > 0 and i >= f.whole("num_hidden_layers") - shared
 
 
-def own_sizes(f: Section, i: int) -> tuple[tuple[str, object], ...]:
+def own_sizes(f: Section, i: int, global_kv_heads: int | None = None) -> tuple[tuple[str, object], ...]:
     """Fields that layer ``i`` overrides: its heads differ where it attends globally."""
     stated = f.get("per_layer_config")
     if isinstance(stated, Mapping):
         found: Mapping[str, object] = next((sizes for key, sizes in stated.items() if int(key) == i), {})
         return tuple(sorted(found.items()))
-    if f["layer_types"][i] != "full_attention":
+    if not _attends_globally(f, i):
         return ()
-    changes = {
-        "head_dim": f.get("global_head_dim"),
-        "num_key_value_heads": f.get("num_global_key_value_heads"),
-    }
-    return tuple((name, value) for name, value in changes.items() if value is not None)
+    sizes: tuple[tuple[str, object], ...] = (("head_dim", f.whole("global_head_dim", GLOBAL_HEAD_DIM)),)
+    kv = f.get("num_global_key_value_heads", global_kv_heads) if f.get("attention_k_eq_v", True) else None
+    return sizes if kv is None else (*sizes, ("num_key_value_heads", kv))
+
+
+def _attends_globally(f: Section, i: int) -> bool:
+    kinds = f.get("layer_types")
+    if i == f.whole("num_hidden_layers") - 1:
+        return True
+    if kinds:
+        return bool(kinds[i] == "full_attention")
+    return (i + 1) % f.whole("sliding_window_pattern", 6) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +148,7 @@ def _altup_projections(f: Section, s: Shard) -> Parts:
 
 
 def _gemma3n(f: Section, i: int) -> Layer:
-    sizes = f["intermediate_size"]
+    sizes = required(f, "intermediate_size")
     inner = sizes[i] if isinstance(sizes, list | tuple) else sizes
     mlp = With(Mlp(), (("intermediate_size", inner),))
     attention: Block = queries_only if shares_kv(f, i) else BIASED
@@ -145,7 +156,7 @@ def _gemma3n(f: Section, i: int) -> Layer:
 
 
 def _embedding_gemma(f: Section, i: int) -> Layer:
-    changes = own_sizes(f, i)
+    changes = own_sizes(f, i, global_kv_heads=1)
     return (With(BIASED, changes) if changes else BIASED, Mlp(), Norms(4), PerLayerInput())
 
 

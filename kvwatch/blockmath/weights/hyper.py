@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from kvwatch.blockmath.modelconfig import Section
 from kvwatch.blockmath.weights.decoder import Decoder, Layer
-from kvwatch.blockmath.weights.layers import Experts, Mlp, Norms, column, heads, hidden, norm, replicated
+from kvwatch.blockmath.weights.layers import (
+    Experts,
+    Mlp,
+    Norms,
+    column,
+    heads,
+    hidden,
+    norm,
+    replicated,
+    required,
+)
 from kvwatch.blockmath.weights.mla import LatentAttention, picks_tokens
 from kvwatch.blockmath.weights.parts import Linear, Part, Parts, Tensor
 from kvwatch.blockmath.weights.shard import Shard
@@ -94,7 +104,7 @@ HASHED = Experts(
 
 
 def _deepseek_v4(f: Section, i: int) -> Layer:
-    attention = CompressedAttention(max(0, int(f["compress_ratios"][i])))
+    attention = CompressedAttention(max(0, int(required(f, "compress_ratios")[i])))
     experts: Layer = (HASHED, _hash_table) if i < f.whole("num_hash_layers", 0) else (ROUTED,)
     return (attention, *experts, Norms(), _v4_mixing)
 
@@ -131,7 +141,8 @@ HY4_EXPERTS = Experts(
 def _hy4(f: Section, i: int) -> Layer:
     kinds = f.get("mlp_layer_types")
     dense = kinds[i] == "dense" if kinds else i == 0
-    return (GatedLatent(picks_tokens(f, i)), Mlp() if dense else HY4_EXPERTS, Norms(), _hy4_mixing)
+    full = picks_tokens(f, i) if f.get("indexer_types") else i == 0 or (i - 1) % 4 == 0
+    return (GatedLatent(full), Mlp() if dense else HY4_EXPERTS, Norms(), _hy4_mixing)
 
 
 HYPER = {

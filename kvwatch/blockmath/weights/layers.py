@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from kvwatch.blockmath.errors import Unsupported
 from kvwatch.blockmath.modelconfig import Section
 from kvwatch.blockmath.weights.parts import Block, Linear, Part, Parts, Tensor
 from kvwatch.blockmath.weights.shard import WHOLE, Shard
@@ -19,6 +21,14 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_gro
 def size(f: Section, *names: str) -> int:
     """The first of these fields that has a value, as a whole number; Unsupported where none has."""
     return f.whole(next((name for name in names if f.get(name) is not None), names[0]))
+
+
+def required(f: Section, name: str) -> Any:
+    """The value of a field that must be there; Unsupported where it is not."""
+    value = f.get(name)
+    if value is None:
+        raise Unsupported("incomplete_config", f"config.json: {name} is missing")
+    return value
 
 
 def on(f: Section, switch: Switch) -> bool:

@@ -25,12 +25,15 @@ SHARED_EXPERT = Experts(
 DEEPSEEK_SHARED = "n_shared_experts"
 
 
-def every(dense: Layer, sparse: Layer, always: Layer) -> Plan:
-    """Experts on every ``decoder_sparse_step``-th layer, except those in ``mlp_only_layers``."""
+def every(dense: Layer, sparse: Layer, always: Layer, *, optional: bool = False) -> Plan:
+    """Experts on every ``decoder_sparse_step``-th layer, except those in ``mlp_only_layers``.
+
+    With ``optional``, a file that names no experts describes a dense model.
+    """
 
     def plan(f: Section, i: int) -> Layer:
         step = f.whole("decoder_sparse_step", 1)
-        experts = f.first("num_experts", "num_local_experts") or 0
+        experts = f.get("num_experts", 0 if optional else 1)
         is_dense = i in (f.get("mlp_only_layers") or ()) or not experts or (i + 1) % step
         return (*always, *(dense if is_dense else sparse))
 
@@ -173,7 +176,7 @@ def _laguna(f: Section, i: int) -> Layer:
     if stated:
         attention = With(attention, (("num_attention_heads", stated[i]),))
     kinds = f.get("mlp_layer_types")
-    dense = kinds[i] == "dense" if kinds else i in (f.get("mlp_only_layers") or ())
+    dense = kinds[i] == "dense" if kinds else i in (f.get("mlp_only_layers") or (0,))
     return (attention, Mlp() if dense else LAGUNA_EXPERTS, Norms())
 
 

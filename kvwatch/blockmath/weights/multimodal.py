@@ -18,7 +18,7 @@ from kvwatch.blockmath.weights.audio import (
     qwen3_asr,
 )
 from kvwatch.blockmath.weights.decoders import DECODERS, TEXT_ARCHITECTURES
-from kvwatch.blockmath.weights.layers import column, hidden, norm, replicated, row
+from kvwatch.blockmath.weights.layers import column, hidden, norm, replicated, required, row
 from kvwatch.blockmath.weights.parts import Model, Parts, Tensor
 from kvwatch.blockmath.weights.shard import WHOLE, Shard
 from kvwatch.blockmath.weights.towers import (
@@ -126,7 +126,7 @@ def _idefics_projector(f: Section, text: Section, root: Section, _s: Shard) -> P
 
 
 def _internvl_projector(f: Section, text: Section, root: Section, _s: Shard) -> Parts:
-    merged = round(hidden(f) / root["downsample_ratio"] ** 2)
+    merged = round(hidden(f) / required(root, "downsample_ratio") ** 2)
     return (
         norm("multi_modal_projector.layer_norm", merged, bias=True),
         replicated("multi_modal_projector.linear_1", merged, hidden(text), bias=True),
@@ -145,7 +145,7 @@ def _paddle_projector(f: Section, text: Section, _root: Section, _s: Shard) -> P
 
 def _aria_projector(f: Section, text: Section, root: Section, s: Shard) -> Parts:
     width = hidden(f)
-    queries = max(int(count) for count in root["projector_patch_to_query_dict"].values())
+    queries = max(int(count) for count in required(root, "projector_patch_to_query_dict").values())
     return (
         Tensor("multi_modal_projector.query", queries * width),
         *(replicated(f"multi_modal_projector.cross_attn.{name}_proj", width, width) for name in "qkv"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvwatch.blockmath.modelconfig import Section
+from kvwatch.blockmath.weights.field_defaults import FIELD_DEFAULTS
 from kvwatch.blockmath.weights.shard import Shard
 
 
@@ -101,6 +102,11 @@ class Model:
     tied: Parts = ()
     layer_prefix: str = "model.layers"
     pipeline: bool = True
+
+
+def section(own: Mapping[str, object], model_type: str) -> Section:
+    """A part of config.json with what its class assumes, fields that only weights depend on included."""
+    return Section({**FIELD_DEFAULTS.get(model_type, {}), **own}, model_type)
 
 
 def changed(f: Section, changes: Mapping[str, object]) -> Section:

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from kvwatch.blockmath.errors import Refused, Unsupported
 from kvwatch.blockmath.modelconfig import Section
 from kvwatch.blockmath.weights.decoder import UNSPLIT, Decoder, Layer
-from kvwatch.blockmath.weights.layers import Attention, Experts, Mlp, Norms, hidden, norm, on, replicated
+from kvwatch.blockmath.weights.layers import (
+    Attention,
+    Experts,
+    Mlp,
+    Norms,
+    hidden,
+    norm,
+    on,
+    replicated,
+    required,
+)
 from kvwatch.blockmath.weights.mla import LatentAttention
 from kvwatch.blockmath.weights.moe import every
 from kvwatch.blockmath.weights.parts import Linear, Parts, Tensor, With
@@ -117,7 +127,9 @@ def qwen_hybrid(f: Section, i: int) -> Layer:
     kinds = f.get("layer_types")
     interval = f.whole("full_attention_interval", 4)
     full = kinds[i] == "full_attention" if kinds else (i + 1) % interval == 0
-    return every((Mlp(),), (SHARED_EXPERT,), ((GATED if full else GatedDelta()), Norms()))(f, i)
+    return every((Mlp(),), (SHARED_EXPERT,), ((GATED if full else GatedDelta()), Norms()), optional=True)(
+        f, i
+    )
 
 
 def _jamba(f: Section, i: int) -> Layer:
@@ -182,7 +194,7 @@ class KimiDelta:
     name: str = "self_attn"
 
     def __call__(self, f: Section, s: Shard) -> Parts:
-        sizes = f["linear_attn_config"]
+        sizes = required(f, "linear_attn_config")
         width, dim = hidden(f), int(sizes["head_dim"])
         own = s.of(int(sizes["num_heads"]), "linear heads")
         inner, full_gate = own * dim, bool(sizes.get("use_full_rank_gate"))
@@ -210,7 +222,7 @@ KIMI_EXPERTS = Experts(correction=True, shared="num_shared_experts", least_width
 
 
 def _kimi(f: Section, i: int) -> Layer:
-    linear = i + 1 in f["linear_attn_config"]["kda_layers"]
+    linear = i + 1 in required(f, "linear_attn_config")["kda_layers"]
     sparse = i >= f.whole("first_k_dense_replace", 0) and i % f.whole("moe_layer_freq", 1) == 0
     return (
         KimiDelta() if linear else LatentAttention(absorbs=False),
@@ -227,7 +239,7 @@ def _nemotron(f: Section, i: int) -> Layer:
         return (Attention(name="mixer"), Norms(1))
     if kind == "moe":
         return (NEMOTRON_EXPERTS, Norms(1))
-    sizes = f["intermediate_size"]
+    sizes = required(f, "intermediate_size")
     mlp = Mlp(gated=False, bias="mlp_bias", name="mixer")
     if not isinstance(sizes, list):
         return (mlp, Norms(1))
@@ -266,8 +278,15 @@ def _nemotron_pattern(f: Section) -> Sequence[str]:
 
 
 def _olmo_hybrid(f: Section, i: int) -> Layer:
-    linear = f["layer_types"][i] == "linear_attention"
+    linear = required(f, "layer_types")[i] == "linear_attention"
     return (OlmoDelta() if linear else Attention(qk_norm="all"), Mlp(), Norms())
+
+
+def _hybrid_layers(f: Section) -> Sequence[int]:
+    stated: Sequence[int] | None = f.get("hybrid_layer_ids")
+    if stated is not None:
+        return stated
+    return [i for i, kind in enumerate(required(f, "layers_block_type")) if kind == "hybrid"]
 
 
 def _zamba2_shared(f: Section, s: Shard) -> Parts:
@@ -275,7 +294,7 @@ def _zamba2_shared(f: Section, s: Shard) -> Parts:
     width, inner = hidden(f), f.whole("attention_hidden_size", 2 * hidden(f))
     own = s.of(inner, "attention width")
     ffn, bias = s.of(f.whole("intermediate_size"), "intermediate size"), on(f, "add_bias_linear")
-    rank, uses = f.whole("adapter_rank"), len(f["hybrid_layer_ids"])
+    rank, uses = f.whole("adapter_rank"), len(_hybrid_layers(f))
     own_rank = s.of(rank, "adapter rank")
     adapters = [(width, 2 * ffn)]
     if f.get("use_shared_attention_adapter"):
@@ -298,7 +317,7 @@ def _zamba2_shared(f: Section, s: Shard) -> Parts:
 
 def _zamba2(f: Section, i: int) -> Layer:
     layer: Layer = (Mamba2(), Norms(1))
-    return (*layer, _zamba2_linear) if i in f["hybrid_layer_ids"] else layer
+    return (*layer, _zamba2_linear) if i in _hybrid_layers(f) else layer
 
 
 def _zamba2_linear(f: Section, _s: Shard) -> Parts:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from kvwatch.blockmath.errors import Unsupported
 from kvwatch.blockmath.modelconfig import Section
-from kvwatch.blockmath.weights.layers import Switch, column, hidden, norm, on, replicated, row, size
-from kvwatch.blockmath.weights.parts import Linear, Part, Parts, Tensor
+from kvwatch.blockmath.weights.field_defaults import FIELD_DEFAULTS
+from kvwatch.blockmath.weights.layers import Switch, column, hidden, norm, on, replicated, required, row, size
+from kvwatch.blockmath.weights.parts import Linear, Part, Parts, Tensor, section
 from kvwatch.blockmath.weights.shard import WHOLE, Shard
-from kvwatch.blockmath.weights.tower_defaults import TOWER_DEFAULTS
 
 TowerBuilder = Callable[[Section, Section, Section, Shard], Parts]
 """From the tower's own section, the decoder's, the whole file and a rank's share to parts."""
@@ -42,9 +42,7 @@ class Tower:
             return ()
         own = value if isinstance(value, Mapping) else {}
         kind = str(own.get("model_type") or self.kind)
-        defaults = TOWER_DEFAULTS.get(kind, TOWER_DEFAULTS.get(self.kind, {}))
-        stated = {name: value for name, value in own.items() if value is not None}
-        return self.build(Section({**defaults, **stated}, kind), text, root, s)
+        return self.build(section(own, kind if kind in FIELD_DEFAULTS else self.kind), text, root, s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +110,13 @@ def square(value: object) -> tuple[int, int]:
 
 def patches(f: Section) -> int:
     """Patches of one image."""
-    (height, width), (rows, columns) = square(f["image_size"]), square(f["patch_size"])
+    (height, width), (rows, columns) = square(required(f, "image_size")), square(required(f, "patch_size"))
     return (height // rows) * (width // columns)
 
 
 def patch_embedding(f: Section, width: int, *, bias: bool, channels: str = "num_channels") -> Tensor:
     """The convolution that turns patches into tokens."""
-    rows, columns = square(f["patch_size"])
+    rows, columns = square(required(f, "patch_size"))
     depth = f.whole("temporal_patch_size", 1)
     return Tensor("patch_embed", width * (f.whole(channels, 3) * depth * rows * columns + bias))
 
@@ -197,7 +195,7 @@ def pixtral(f: Section, _text: Section, root: Section, s: Shard) -> Parts:
 def qwen2_vl(f: Section, _text: Section, _root: Section, s: Shard) -> Parts:
     """Qwen2-VL: layer norms, plain networks; patches merge four to one."""
     width, merge = f.whole("embed_dim"), f.whole("spatial_merge_size") ** 2
-    inner = int(width * f["mlp_ratio"])
+    inner = int(width * required(f, "mlp_ratio"))
     return (
         patch_embedding(f, width, bias=False, channels="in_channels"),
         *Encoder()(f, s, width=width, inner=inner, layers=f.whole("depth"), heads=f.whole("num_heads")),
@@ -306,7 +304,7 @@ def llama4_vision(f: Section, text: Section, _root: Section, s: Shard) -> Parts:
     """Llama 4's ViT, its pixel-shuffle adapter and the projection to the decoder."""
     width, merged = hidden(f), f.whole("intermediate_size")
     inner, out = f.whole("projector_input_dim"), f.whole("projector_output_dim")
-    rows, columns = square(f["patch_size"])
+    rows, columns = square(required(f, "patch_size"))
     return (
         Tensor("class_and_positions", (patches(f) + 2) * width),
         column("patch_embedding.linear", f.whole("num_channels", 3) * rows * columns, width, s=s),
@@ -328,7 +326,7 @@ def llama4_vision(f: Section, text: Section, _root: Section, s: Shard) -> Parts:
 def gemma4_vision(f: Section, text: Section, _root: Section, s: Shard) -> Parts:
     """Gemma 4's ViT: tables of positions for both axes, four norms, norms of queries and keys."""
     width = hidden(f)
-    rows, columns = square(f["patch_size"])
+    rows, columns = square(required(f, "patch_size"))
     encoder = Encoder(
         qkv_bias=False,
         out_bias=False,
@@ -357,7 +355,7 @@ def gemma4_vision(f: Section, text: Section, _root: Section, s: Shard) -> Parts:
 def muse_vision(f: Section, text: Section, root: Section, s: Shard) -> Parts:
     """Muse Glimmer's ViT, its adapter and the projection to the decoder."""
     width, inner = hidden(f), root.whole("projector_hidden_size")
-    rows, columns = square(f["patch_size"])
+    rows, columns = square(required(f, "patch_size"))
     merged = width * f.whole("merge_size") ** 2
     return (
         Tensor("positional_embedding_vlm", f.whole("pos_emb_height") * f.whole("pos_emb_width") * width),
@@ -380,7 +378,7 @@ def muse_vision(f: Section, text: Section, root: Section, s: Shard) -> Parts:
 def moonvit(f: Section, _text: Section, _root: Section, s: Shard) -> Parts:
     """Kimi's MoonViT, its table of positions, and the merger to the decoder."""
     width, out = f.whole("vt_hidden_size"), f.whole("text_hidden_size")
-    rows, columns = square(f["merge_kernel_size"])
+    rows, columns = square(required(f, "merge_kernel_size"))
     merged = f.whole("mm_hidden_size") * rows * columns
     return (
         patch_embedding(f, width, bias=True),
@@ -403,10 +401,10 @@ def moonvit(f: Section, _text: Section, _root: Section, s: Shard) -> Parts:
 def minicpm_vision(f: Section, text: Section, root: Section, s: Shard) -> Parts:
     """MiniCPM-V's SigLIP with a merger in the middle of the stack and one at its end."""
     width = hidden(f)
-    area = square(f["window_kernel_size"])[0] ** 2
+    area = square(required(f, "window_kernel_size"))[0] ** 2
     merged = width * area
     once = Encoder()(f, s, width=width, inner=f.whole("intermediate_size"), layers=1, heads=_heads(f))[:2]
-    final = width * square(root["merge_kernel_size"])[0] ** 2
+    final = width * square(required(root, "merge_kernel_size"))[0] ** 2
     return (
         *siglip(f, text, root, s),
         *once,
