@@ -159,7 +159,7 @@ def _run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, model: Model, gpu: Gpu | None, sizing: Sizing) -> int:
     context = min(args.context or CONTEXT, max(sizing.length, 1))
     decode: tuple[DecodeEstimate, ...] = ()
-    if gpu is not None and sizing.num_blocks:
+    if gpu is not None and sizing.num_blocks and sizing.pool.groups:
         batches = _batches(largest_batch(sizing, context))
         decode = decode_estimates(sizing, gpu.bandwidth_gb_s * 1e9, context=context, batches=batches)
     answer = plan_document.Answer(
@@ -168,17 +168,16 @@ def _plan(args: argparse.Namespace, model: Model, gpu: Gpu | None, sizing: Sizin
         count=args.count or sizing.world_size,
         sizing=sizing,
         remedies=remedies(sizing),
-        changes=changes(sizing, gpu),
+        changes=changes(sizing, gpu) if sizing.pool.groups else (),
         decode=decode,
     )
     print(json.dumps(plan_document.as_json(answer), indent=2) if args.json else plan_text.as_text(answer))
     return _exit_code(sizing.feasible)
 
 
-def _batches(largest: int | None) -> tuple[int, ...]:
-    if largest is None:
-        return BATCHES
-    return tuple(sorted({batch for batch in BATCHES if batch < largest} | ({largest} if largest else set())))
+def _batches(largest: int) -> tuple[int, ...]:
+    usual = [batch for batch in BATCHES if batch < largest]
+    return (*usual, largest) if largest else ()
 
 
 def _exit_code(feasible: bool | None) -> int:

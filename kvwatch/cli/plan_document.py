@@ -115,6 +115,7 @@ def _stage(stage: StageMemory) -> dict[str, Any]:
     return {
         "budget_bytes": stage.budget,
         "weight_bytes": stage.weights,
+        "rotary_bytes": beside.rotary if beside else None,
         "activation_bytes": beside.activation if beside else None,
         "non_torch_bytes": beside.non_torch if beside else None,
         "cuda_graph_bytes": beside.graphs if beside else None,

@@ -16,6 +16,8 @@ from kvwatch.units import bytes_text
 
 WIDTH = 80
 GIB = 1 << 30
+SHOWN_FROM = GIB // 200
+"""Bytes. What is less reads 0.00 GiB."""
 
 _CHECKS = {
     "derived_length": "the model's own length",
@@ -75,6 +77,8 @@ def _memory(answer: Answer) -> Iterator[str]:
         yield _line("weights", _gib(stage.weights), sizing.weights.basis if sizing.weights else "given")
     if stage.allowance is not None:
         beside = stage.allowance
+        if beside.rotary >= SHOWN_FROM:
+            yield _line("position tables", _gib(beside.rotary), "estimate")
         yield _line("activations", _gib(beside.activation), "estimate")
         yield _line("outside PyTorch", _gib(beside.non_torch), "estimate")
         where = "estimate" if beside.graphs_in_budget else "estimate, outside the budget"
@@ -107,7 +111,7 @@ def _cache(sizing: Sizing) -> Iterator[str]:
     yield _line("blocks", f"{sizing.num_blocks:,}")
     yield _line("capacity", f"{sizing.capacity_tokens:,}", "tokens")
     if sizing.max_concurrency is not None:
-        yield _line("full-length requests at once", f"{sizing.max_concurrency:,.2f}")
+        yield _line("full-length requests at once", _concurrency(sizing.max_concurrency))
     limit = settings.derived_max_model_len
     note = "tokens, model's limit" if sizing.longest_length >= limit else "tokens"
     yield _line("longest request that fits", f"{sizing.longest_length:,}", note)
@@ -191,9 +195,13 @@ def _change(change: Change) -> str:
     return f"  {change.text:<32}{_columns(change.result)}"
 
 
+def _concurrency(number: float) -> str:
+    return f"{number:,.2f}" if number < 1000 else f"{number:,.0f}"
+
+
 def _columns(sizing: Sizing) -> str:
     """KV GiB, tokens, full-length requests, longest length and a mark unless it starts: 41 wide and 2."""
-    requests = "-" if sizing.max_concurrency is None else f"{sizing.max_concurrency:,.2f}"
+    requests = "-" if sizing.max_concurrency is None else _concurrency(sizing.max_concurrency)
     mark = {True: "", False: " x", None: " ?"}[sizing.feasible]
     return (
         f"{_gib(sizing.tightest.available):>8}{sizing.capacity_tokens:>12,}{requests:>9}"

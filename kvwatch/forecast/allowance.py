@@ -11,6 +11,8 @@ Peak activation: the larger of the forward pass and the sampler's dummy run.
                before 0.17.0, when the dummy run sorted the logits.
     experts    16-bit and 8-bit kernels keep a workspace: tokens x experts per token x (the larger of hidden
                and twice the expert's width, plus the larger of hidden and the width). MXFP4 kernels: none.
+Rotary tables: positions x rotated width of a head x element size, exact for most models. Logs count them
+    among the weights.
 Non-torch memory: 0.25 GiB (0.13 before 0.18.0). With tp > 1 mostly NCCL's: 2.1 GiB (0.55 before) on Hopper
     and data-centre Blackwell, where it keeps NVLink buffers, 0.55 GiB on others (few logs, so 0.5 GiB more is
     in doubt).
@@ -22,7 +24,7 @@ CUDA context, gone before vLLM looks at free memory: 0.51 GiB. With tp > 1 NCCL'
 Calibration: 25 start-ups of 13 decoder models (0.6B to 70B, dense and mixture of experts, tp and pp up to 4,
 vLLM 0.16 to 0.19, H100) whose public logs tell these parts; tests/forecast/startups.py lists them. Activation
 and non-torch memory together are met with a median error of 0.03 GiB, at most 0.26 GiB; the logged graph
-estimates within 0.23 GiB; what is left for the KV cache within 0.30 GiB, median 0.04. Image towers, latent
+estimates within 0.23 GiB; what is left for the KV cache within 0.27 GiB, median 0.03. Image towers, latent
 attention, state-space layers and releases before 0.15 are outside of it: more of the activation is in doubt.
 The stated bound is 0.35 GiB + a share of the activation + half of the graphs where they count.
 """
@@ -79,6 +81,7 @@ class Allowance:
     """One GPU's memory beside weights and KV cache. Bytes.
 
     Attributes:
+        rotary: tables of rotary position embeddings.
         activation: peak of the profiling run.
         non_torch: what libraries take outside of PyTorch, above the context.
         graphs: CUDA graphs; 0 with ``--enforce-eager``.
@@ -87,6 +90,7 @@ class Allowance:
         uncertainty: how far the sum that bears on the KV cache may be off.
     """
 
+    rotary: int
     activation: int
     non_torch: int
     graphs: int
@@ -97,7 +101,7 @@ class Allowance:
     @property
     def in_budget(self) -> int:
         """What is taken out of the budget before the KV cache."""
-        return self.activation + self.non_torch + (self.graphs if self.graphs_in_budget else 0)
+        return self.rotary + self.activation + self.non_torch + (self.graphs if self.graphs_in_budget else 0)
 
 
 def allowances(
@@ -124,6 +128,7 @@ def allowances(
         doubt = BASE_DOUBT + non_torch_doubt + share * activation
         doubt += GRAPH_DOUBT_SHARE * graphs if graphs_in_budget else 0
         return Allowance(
+            rotary=shape.rotary_elements * DTYPE_BYTES[pool.settings.dtype],
             activation=activation,
             non_torch=int(non_torch),
             graphs=graphs,

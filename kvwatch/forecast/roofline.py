@@ -50,24 +50,19 @@ def decode_estimates(
         batches: requests that decode together.
     """
     reader = _Reader(sizing)
-    room = _room(sizing, context)
+    largest = largest_batch(sizing, context)
     return tuple(
-        DecodeEstimate(batch, context, rate, rate / batch, room is None or batch <= room)
+        DecodeEstimate(batch, context, rate, rate / batch, batch <= largest)
         for batch in batches
         if (rate := batch * bandwidth / reader.step_bytes(batch, context))
     )
 
 
-def largest_batch(sizing: Sizing, context: int) -> int | None:
-    """Requests of one length that the KV cache and the scheduler take at once; None without KV cache."""
-    return _room(sizing, context)
-
-
-def _room(sizing: Sizing, context: int) -> int | None:
+def largest_batch(sizing: Sizing, context: int) -> int:
+    """Requests of one length that the KV cache and the scheduler take at once."""
+    scheduled = sizing.pool.settings.max_num_seqs
     per_request = sum(sizing.pool.blocks_per_request(context))
-    if not per_request:
-        return None
-    return min(sizing.num_blocks // per_request, sizing.pool.settings.max_num_seqs)
+    return min(sizing.num_blocks // per_request, scheduled) if per_request else scheduled
 
 
 class _Reader:

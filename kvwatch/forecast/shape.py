@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvwatch.blockmath.modelconfig import ModelConfig, Section
+from kvwatch.blockmath.settings import ropes
 
 HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
 INTERMEDIATE: Final = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
@@ -21,6 +22,9 @@ EXPERTS_PER_TOKEN: Final = (
     "moe_k",
 )
 LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers")
+HEADS: Final = ("num_attention_heads", "n_head", "num_heads")
+POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
+ROTARY_WIDTH: Final = ("qk_rope_head_dim", "head_dim")
 TOWERS: Final = ("vision_config", "audio_config", "vision_encoder", "visual")
 
 
@@ -52,6 +56,7 @@ class Shape:
         layers: hidden layers.
         experts: None for a dense model.
         has_tower: images or sound go through an encoder of their own.
+        rotary_elements: of the tables of rotary position embeddings, which each GPU holds whole.
     """
 
     hidden: int
@@ -60,6 +65,7 @@ class Shape:
     layers: int
     experts: Experts | None
     has_tower: bool
+    rotary_elements: int
 
 
 def shape_of(config: ModelConfig) -> Shape | None:
@@ -75,7 +81,23 @@ def shape_of(config: ModelConfig) -> Shape | None:
         layers=layers,
         experts=_experts(text),
         has_tower=any(isinstance(config.root.get(name), Mapping) for name in TOWERS),
+        rotary_elements=_rotary_elements(text, hidden),
     )
+
+
+def _rotary_elements(text: Section, hidden: int) -> int:
+    """One row of a head's rotated width for each position; one table for each kind of layer that differs."""
+    positions, heads = _whole(text, POSITIONS), _whole(text, HEADS)
+    if positions is None or heads is None:
+        return 0
+    width = _whole(text, ROTARY_WIDTH) or hidden // heads
+    tables = list(ropes(text)) or [{}]
+    return sum(int(positions * width * _rotated_share(text, table)) for table in tables)
+
+
+def _rotated_share(text: Section, table: Mapping[str, Any]) -> float:
+    stated = text.get("partial_rotary_factor") or table.get("partial_rotary_factor")
+    return float(stated) if isinstance(stated, int | float) else 1.0
 
 
 def _experts(text: Section) -> Experts | None:

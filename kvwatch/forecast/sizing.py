@@ -253,7 +253,11 @@ def _beside(scenario: Scenario, pool: Pool, weights: Weights | None) -> tuple[Al
     if shape is None:
         raise Unsupported("incomplete_config", "config.json: hidden_size or num_hidden_layers is missing")
     quantization = weights.quantization if weights else None
-    return allowances(shape, pool, scenario.flags, scenario.device, quantization)
+    beside = allowances(shape, pool, scenario.flags, scenario.device, quantization)
+    if scenario.weight_bytes is None:
+        return beside
+    # Logs count the tables among the weights.
+    return tuple(replace(each, rotary=0) for each in beside)
 
 
 def _stage(

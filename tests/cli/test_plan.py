@@ -383,3 +383,14 @@ def test_every_example_runs(example: str, here: Path, capsys: pytest.CaptureFixt
 
 def test_examples_are_found() -> None:
     assert len(EXAMPLES) >= 6
+
+
+def test_a_model_without_kv_cache_is_only_weighed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields_ = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 30522}
+    bert = {"architectures": ["BertModel"], "model_type": "bert", "intermediate_size": 3072, **fields_}
+    (here / "config.json").write_text(json.dumps({**bert, "max_position_embeddings": 512}))
+    output = Output(capsys, "config.json", "--gpu", "L4")
+    assert output.code == 0
+    assert "KV cache: this model has none" in output.text
+    assert "one change" not in output.text
+    assert "Decoding" not in output.text

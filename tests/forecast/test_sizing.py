@@ -43,7 +43,9 @@ def test_every_part_is_within_its_bound(start: Start) -> None:
     assert stage.weights is not None
     error = (beside.activation + beside.non_torch) / GIB - start.activation - start.non_torch
     assert abs(error) <= stage.uncertainty / GIB
-    assert stage.weights / GIB == pytest.approx(start.weights, abs=0.21)
+    quantized = "quantization_config" in MODELS[start.model]
+    held = stage.weights if start.other_weights else stage.weights + beside.rotary
+    assert held / GIB == pytest.approx(start.weights, abs=0.25 if quantized else 0.06)
     if start.graphs is not None:
         assert beside.graphs / GIB == pytest.approx(start.graphs, rel=0.5)
     if start.available is not None:
@@ -65,8 +67,8 @@ def test_errors_are_as_small_as_the_documentation_says() -> None:
     assert statistics.median(errors) <= 0.03
     assert max(errors) <= 0.26
     assert max(graph_errors) <= 0.23
-    assert max(kv_errors) <= 0.30
-    assert statistics.median(kv_errors) <= 0.04
+    assert max(kv_errors) <= 0.27
+    assert statistics.median(kv_errors) <= 0.03
 
 
 def test_parts_add_up() -> None:
@@ -84,7 +86,9 @@ def test_graphs_count_against_the_budget_since_0_20() -> None:
         beside = sizing.stages[0].allowance
         assert beside is not None
         assert beside.graphs > 0
-        assert beside.in_budget - beside.activation - beside.non_torch == (beside.graphs if counted else 0)
+        assert beside.in_budget - beside.rotary - beside.activation - beside.non_torch == (
+            beside.graphs if counted else 0
+        )
 
 
 def test_fewer_requests_and_no_graphs_leave_more() -> None:
@@ -200,3 +204,11 @@ def test_sampler_has_what_graphs_leave_of_the_card() -> None:
     assert low.feasible is True
     assert high.feasible is not True
     assert {check.check for check in high.verdict.checks if not check.passed} == {"sampler_warmup"}
+
+
+def test_tables_for_ten_million_positions_are_not_forgotten() -> None:
+    """Llama 4 Scout logs 53.12 GiB on each of four cards, 2.5 GiB of it for 10,485,760 positions."""
+    config = {**MODELS["Llama-3.1-8B"], "max_position_embeddings": 10485760}
+    beside = size_up(replace(scenario(gpu="H200"), config=config)).stages[0].allowance
+    assert beside is not None
+    assert beside.rotary == 10485760 * 128 * 2
