@@ -1,0 +1,154 @@
+"""When a falling quantity reaches zero, with guards against seeing a trend where there is none."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+MIN_SPAN = 30 * 60.0
+"""Seconds that must be covered before anything is said."""
+MIN_SAMPLES = 20
+HORIZON = 7 * 86400.0
+"""A crossing further away than this is not foretold."""
+KEEP = 24 * 3600.0
+RESOLUTION = 30.0
+"""One sample is kept per so many seconds."""
+
+_MAX_POINTS = 120
+_THIRD_SHARE = 0.25
+"""Each third of the window must fall at least at this share of the whole's slope: a step does not."""
+_FALLING_PAIRS = 0.8
+"""Share of the pairs of samples that must fall: noise around a level has half of them."""
+_RESET_SHARE = 0.5
+"""A rise by this share of the fall before it ends a tooth."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A steady fall.
+
+    Attributes:
+        slope: units per second, negative.
+        zero_at: Unix time at which the fall reaches zero; now, where it is below already.
+    """
+
+    slope: float
+    zero_at: float
+
+
+class Series:
+    """The last day of one quantity. Samples come in order of time; a clock that jumps back starts it anew."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque()
+
+    def add(self, time: float, value: float) -> None:
+        """One sample; more than one per `RESOLUTION` seconds are not kept."""
+        if self._samples and time < self._samples[-1][0]:
+            self._samples.clear()
+        if self._samples and time - self._samples[-1][0] < RESOLUTION:
+            return
+        self._samples.append((time, value))
+        while time - self._samples[0][0] > KEEP:
+            self._samples.popleft()
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @property
+    def samples(self) -> tuple[tuple[float, float], ...]:
+        """All samples, oldest first."""
+        return tuple(self._samples)
+
+    def trend(self) -> Trend | None:
+        """The steady fall that the series is in; None where there is none.
+
+        The slope is Theil and Sen's median over pairs, of the time since the last recovery. None as well
+        where the fall has not been watched for as long as it would still take, and where earlier falls of the
+        same size recovered by themselves: a sawtooth.
+        """
+        times, values = _arrays(self._samples)
+        if len(times) < MIN_SAMPLES or times[-1] - times[0] < MIN_SPAN:
+            return None
+        start, deepest_before = _last_tooth(values)
+        times, values = _thinned(times[start:], values[start:])
+        span = times[-1] - times[0] if len(times) else 0.0
+        if len(times) < MIN_SAMPLES or span < MIN_SPAN:
+            return None
+        slope = _steady_slope(times, values)
+        if slope is None:
+            return None
+        level = float(np.median(values - slope * (times - times[-1])))
+        if deepest_before is not None and level > deepest_before:
+            return None
+        remaining = max(0.0, level / -slope)
+        if remaining > min(HORIZON, span):
+            return None
+        return Trend(slope, float(times[-1]) + remaining)
+
+
+def _arrays(samples: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
+    table = np.array(samples, dtype=np.float64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def _last_tooth(values: Array) -> tuple[int, float | None]:
+    """Where the present fall began, and the lowest value of the falls before that recovered."""
+    start, lowest_before = 0, None
+    peak = trough = values[0]
+    trough_at = 0
+    for index, value in enumerate(values):
+        if value < trough:
+            trough, trough_at = value, index
+        elif (
+            peak > trough
+            and value - trough >= _RESET_SHARE * (peak - trough)
+            and _is_real(values, peak - trough)
+        ):
+            lowest_before = trough if lowest_before is None else min(lowest_before, trough)
+            start = trough_at + int(np.argmax(values[trough_at : index + 1]))
+            peak = trough = value
+            trough_at = index
+        if value > peak and trough_at <= start:
+            peak = trough = value
+            start = trough_at = index
+    return start, lowest_before
+
+
+def _is_real(values: Array, fall: float) -> bool:
+    """Whether a fall is more than the jitter between neighbouring samples."""
+    jitter = float(np.median(np.abs(np.diff(values)))) if len(values) > 1 else 0.0
+    return fall > 10 * jitter
+
+
+def _thinned(times: Array, values: Array) -> tuple[Array, Array]:
+    """At most `_MAX_POINTS` samples, evenly spread, the last one among them."""
+    if len(times) <= _MAX_POINTS:
+        return times, values
+    chosen = np.unique(np.linspace(0, len(times) - 1, _MAX_POINTS).astype(int))
+    return times[chosen], values[chosen]
+
+
+def _steady_slope(times: Array, values: Array) -> float | None:
+    """The slope, where the whole window and each third of it fall."""
+    slope, falling = _theil_sen(times, values)
+    if slope >= 0 or falling < _FALLING_PAIRS:
+        return None
+    for part in np.array_split(np.arange(len(times)), 3):
+        third, _ = _theil_sen(times[part], values[part])
+        if third > _THIRD_SHARE * slope:
+            return None
+    return slope
+
+
+def _theil_sen(times: Array, values: Array) -> tuple[float, float]:
+    """Median slope over all pairs of samples, and the share of the pairs that fall."""
+    first, second = np.triu_indices(len(times), k=1)
+    rises = values[second] - values[first]
+    return float(np.median(rises / (times[second] - times[first]))), float(np.mean(rises < 0))
