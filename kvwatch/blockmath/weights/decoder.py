@@ -50,6 +50,7 @@ class Decoder:
     Attributes:
         plan: blocks of each layer.
         count: how many layers.
+        vocabulary: fields that may hold the size of the vocabulary.
         norm_bias: the final norm has a shift.
         final_norms: how many norms close the model.
         head_bias: the output projection has a bias.
@@ -64,6 +65,7 @@ class Decoder:
 
     plan: Plan
     count: Callable[[Section], int] = lambda f: size(f, *LAYERS)
+    vocabulary: tuple[str, ...] = ("vocab_size",)
     norm_bias: Switch = False
     final_norms: int = 1
     head_bias: Switch = False
@@ -87,7 +89,7 @@ class Decoder:
                 built[layer] = parts_of(layer, f, s)
             layers.append(built[layer])
         tied = self.tied_in(root, f)
-        rows = s.vocab(f.whole("vocab_size"))
+        rows = s.vocab(size(f, *self.vocabulary))
         table = Tensor("embed_tokens", rows * hidden(f))
         ends: dict[str, Parts] = {
             "embed": (table, *parts_of(self.opening, f, s)),

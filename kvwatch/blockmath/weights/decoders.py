@@ -13,14 +13,16 @@ from kvwatch.blockmath.weights.moe import SPARSE
 from kvwatch.blockmath.weights.parts import Model
 from kvwatch.blockmath.weights.recurrent import RECURRENT
 from kvwatch.blockmath.weights.shard import Shard
+from kvwatch.blockmath.weights.unusual import UNUSUAL
 
 Builder = Callable[[Section, Section, Shard], Model]
 
-DECODERS: Mapping[str, Builder] = {**DENSE, **SPARSE, **LATENT, **RECURRENT, **GEMMA, **HYPER}
+DECODERS: Mapping[str, Builder] = {**DENSE, **UNUSUAL, **SPARSE, **LATENT, **RECURRENT, **GEMMA, **HYPER}
 
 TEXT_ARCHITECTURES: Mapping[str, str] = {
     "cohere2": "Cohere2ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",

@@ -21,7 +21,11 @@ from kvwatch.blockmath.weights.parts import Parts, Tensor, With
 from kvwatch.blockmath.weights.shard import Shard
 
 LLAMA = Decoder(
-    uniform(Attention(qkv_bias="attention_bias", out_bias="attention_bias"), Mlp(bias="mlp_bias"), Norms())
+    uniform(
+        Attention(qkv_bias="attention_bias|bias", out_bias="attention_bias|bias"),
+        Mlp(bias="mlp_bias"),
+        Norms(),
+    )
 )
 QWEN2 = Decoder(uniform(Attention(qkv_bias=True), Mlp(), Norms()))
 QWEN3 = Decoder(uniform(Attention(qkv_bias="attention_bias", qk_norm="head"), Mlp(), Norms()))
@@ -106,10 +110,14 @@ def _falcon(f: Section, _i: int) -> Layer:
     return (attention, mlp, Norms(norms, bias=True))
 
 
-def _granite(f: Section, _i: int) -> Layer:
+def granite_attention(f: Section) -> Attention:
+    """Granite's attention: models that list layer types have sinks unless they say otherwise."""
     sinks = bool(f.get("attention_sinks", f.get("layer_types") is not None))
-    attention = Attention(qkv_bias="attention_bias", out_bias="attention_bias", sinks=sinks)
-    return (attention, Mlp(bias="mlp_bias"), Norms())
+    return Attention(qkv_bias="attention_bias", out_bias="attention_bias", sinks=sinks)
+
+
+def _granite(f: Section, _i: int) -> Layer:
+    return (granite_attention(f), Mlp(bias="mlp_bias"), Norms())
 
 
 def _apertus_activation(_f: Section, _s: Shard) -> Parts:
@@ -264,6 +272,9 @@ DENSE = {
     "MinistralForCausalLM": LLAMA,
     "Gemma3TextModel": Decoder(GEMMA3.plan, has_head=False, everywhere=UNSPLIT),
     "CwmForCausalLM": LLAMA,
+    "IQuestCoderForCausalLM": LLAMA,
+    "LLaMAForCausalLM": LLAMA,
+    "TeleChat3ForCausalLM": LLAMA,
     "HeliumForCausalLM": LLAMA,
     "Ministral3ForCausalLM": LLAMA,
     "MiMoForCausalLM": QWEN2,

@@ -148,7 +148,6 @@ ENCODERS: dict[str, Callable[[Section, Section, Shard], Model]] = {
     "BertModel": Bert(),
     "RobertaModel": Bert(),
     "XLMRobertaModel": Bert(),
-    "BertForSequenceClassification": Bert(pooler=True),
     "CamembertModel": Bert(pooler=True),
     "Data2VecTextModel": Bert(pooler=True),
     "ErnieModel": Bert(pooler=True),

@@ -11,7 +11,7 @@ from kvwatch.blockmath.weights.parts import Block, Linear, Part, Parts, Tensor
 from kvwatch.blockmath.weights.shard import WHOLE, Shard
 
 Switch = bool | str
-"""True, False, or the config.json field that says: ``name``, or ``name=value`` for one of its values."""
+"""True, False, or a field of config.json: ``name``, ``one|or|another``, or ``name=value`` for one value."""
 
 HIDDEN = ("hidden_size", "n_embd", "d_model")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -36,7 +36,7 @@ def on(f: Section, switch: Switch) -> bool:
     if isinstance(switch, bool):
         return switch
     name, equals, value = switch.partition("=")
-    return f.get(name) == value if equals else bool(f.get(name))
+    return f.get(name) == value if equals else any(f.get(either) for either in name.split("|"))
 
 
 def hidden(f: Section) -> int:

@@ -99,6 +99,7 @@ MINICPM3 = Decoder(
 )
 
 LATENT = {
+    "Mistral4ForCausalLM": deepseek(correction=False),
     "YoutuForCausalLM": YOUTU,
     "MiniCPM3ForCausalLM": MINICPM3,
     "DeepseekV2ForCausalLM": deepseek(correction="topk_method=noaux_tc"),

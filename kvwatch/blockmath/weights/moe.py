@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvwatch.blockmath.modelconfig import Section
 from kvwatch.blockmath.weights.decoder import UNSPLIT, Decoder, Layer, Plan, dense_first, uniform
+from kvwatch.blockmath.weights.dense import BIASED, granite_attention
 from kvwatch.blockmath.weights.layers import (
     Attention,
     Experts,
@@ -17,7 +18,6 @@ from kvwatch.blockmath.weights.layers import (
 from kvwatch.blockmath.weights.parts import Block, Parts, With
 from kvwatch.blockmath.weights.shard import Shard
 
-BIASED = Attention(qkv_bias="attention_bias", out_bias="attention_bias")
 PER_HEAD = Attention(qkv_bias="attention_bias", qk_norm="head")
 SHARED_EXPERT = Experts(
     shared_width="shared_expert_intermediate_size", shared_gate=True, shared_name="mlp.shared_expert"
@@ -65,7 +65,6 @@ def _ernie(f: Section, i: int) -> Layer:
 
 def _llama4(f: Section, i: int) -> Layer:
     step = f.whole("interleave_moe_layer_step", 1)
-    attention = Attention(qkv_bias="attention_bias", out_bias="attention_bias")
     stated = f.get("moe_layers")
     is_sparse = i in stated if stated else step > 0 and (i + 1) % step == 0
     if is_sparse:
@@ -76,8 +75,8 @@ def _llama4(f: Section, i: int) -> Layer:
             shared_name="feed_forward.shared_expert",
             name="feed_forward",
         )
-        return (attention, experts, Norms())
-    return (attention, Mlp(width=("intermediate_size_mlp",), name="feed_forward"), Norms())
+        return (BIASED, experts, Norms())
+    return (BIASED, Mlp(width=("intermediate_size_mlp",), name="feed_forward"), Norms())
 
 
 MIXTRAL = Decoder(
@@ -89,9 +88,7 @@ MIXTRAL = Decoder(
 
 
 def _granite_moe(f: Section, _i: int) -> Layer:
-    sinks = bool(f.get("attention_sinks", f.get("layer_types") is not None))
-    attention = Attention(qkv_bias="attention_bias", out_bias="attention_bias", sinks=sinks)
-    return (attention, GRANITE_EXPERTS, Norms())
+    return (granite_attention(f), GRANITE_EXPERTS, Norms())
 
 
 GRANITE_EXPERTS = Experts(
@@ -197,7 +194,47 @@ LAGUNA_EXPERTS = Experts(
     shared_name="mlp.shared_expert",
 )
 
+HUNYUAN_MOE = Decoder(
+    uniform(
+        Attention(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head"),
+        Experts(
+            ("num_experts",),
+            ("intermediate_size",),
+            shared_width="intermediate_size",
+            shared_name="mlp.shared_mlp",
+        ),
+        Norms(),
+    )
+)
+PHIMOE = Decoder(
+    uniform(BIASED, Experts(("num_local_experts",), ("intermediate_size",)), Norms(bias=True)),
+    norm_bias=True,
+    head_bias="lm_head_bias",
+)
+SOLAR_OPEN = Decoder(
+    uniform(
+        Attention(qkv_bias="attention_bias", qk_norm="head?use_qk_norm"),
+        Experts(("n_routed_experts",), ("moe_intermediate_size",), shared=DEEPSEEK_SHARED),
+        Norms(),
+    )
+)
+
+DEEPSEEK_V1 = Decoder(
+    dense_first(
+        (Attention(), Mlp(), Norms()),
+        (
+            Attention(),
+            Experts(("n_routed_experts",), correction="topk_method=noaux_tc", shared=DEEPSEEK_SHARED),
+            Norms(),
+        ),
+    )
+)
+
 SPARSE = {
+    "DeepseekForCausalLM": DEEPSEEK_V1,
+    "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
+    "PhimoeForCausalLM": PHIMOE,
+    "SolarOpenForCausalLM": SOLAR_OPEN,
     "MellumForCausalLM": QWEN3_MOE_SPLIT,
     "LagunaForCausalLM": Decoder(_laguna),
     "AriaTextModel": ARIA,

@@ -25,6 +25,7 @@ from kvwatch.blockmath.weights.towers import (
     Tower,
     gemma4_vision,
     glm4v,
+    intern_vit,
     internvl,
     llama4_vision,
     minicpm_vision,
@@ -179,6 +180,14 @@ GRANITE_SPEECH = Composite(
 )
 MINICPM = Composite((_vision("minicpmv4_6_vision", minicpm_vision),), "Qwen3_5ForCausalLM")
 
+QWEN2_5_OMNI = Composite(
+    (
+        Tower("thinker_config.audio_config", "qwen2_5_omni_audio_encoder", qwen2_5_omni_audio),
+        Tower("thinker_config.vision_config", "qwen2_5_omni_vision_encoder", qwen2_5_vl),
+    ),
+    "Qwen2ForCausalLM",
+)
+
 MULTIMODAL = {
     "AriaForConditionalGeneration": Composite(
         (_vision("idefics3_vision", siglip_features), _vision("idefics3_vision", _aria_projector)),
@@ -199,6 +208,7 @@ MULTIMODAL = {
     ),
     "Glm4vForConditionalGeneration": Composite((_vision("glm4v_vision", glm4v),), "Glm4ForCausalLM"),
     "GlmOcrForConditionalGeneration": Composite((_vision("glm_ocr_vision", glm4v),), "Glm4ForCausalLM"),
+    "Glm4vMoeForConditionalGeneration": Composite((_vision("glm4v_vision", glm4v),), "Glm4MoeForCausalLM"),
     "GlmAsrForConditionalGeneration": Composite((Tower("audio_config", "glmasr_encoder", glmasr),)),
     "GraniteSpeechForConditionalGeneration": GRANITE_SPEECH,
     "GraniteSpeechPlusForConditionalGeneration": GRANITE_SPEECH,
@@ -210,6 +220,7 @@ MULTIMODAL = {
     "Llama4ForConditionalGeneration": Composite(
         (_vision("llama4_vision_model", llama4_vision),), "Llama4ForCausalLM"
     ),
+    "InternVLChatModel": Composite((_vision("intern_vit_6b", intern_vit),)),
     "KimiK25ForConditionalGeneration": Composite(
         (_vision("kimi_k25_vision", moonvit),), "DeepseekV3ForCausalLM"
     ),
@@ -249,13 +260,8 @@ MULTIMODAL = {
     "Qwen3ASRForConditionalGeneration": Composite(
         (Tower("thinker_config.audio_config", "qwen3_asr_encoder", qwen3_asr),), "Qwen3ForCausalLM"
     ),
-    "Qwen2_5OmniForConditionalGeneration": Composite(
-        (
-            Tower("thinker_config.audio_config", "qwen2_5_omni_audio_encoder", qwen2_5_omni_audio),
-            Tower("thinker_config.vision_config", "qwen2_5_omni_vision_encoder", qwen2_5_vl),
-        ),
-        "Qwen2ForCausalLM",
-    ),
+    "Qwen2_5OmniForConditionalGeneration": QWEN2_5_OMNI,
+    "Qwen2_5OmniModel": QWEN2_5_OMNI,
     "Qwen2_5_VLForConditionalGeneration": Composite(
         (_vision("qwen2_5_vl_vision", qwen2_5_vl),), "Qwen2ForCausalLM"
     ),

@@ -18,9 +18,10 @@ from kvwatch.blockmath.weights.layers import (
     on,
     replicated,
     required,
+    size,
 )
 from kvwatch.blockmath.weights.mla import LatentAttention
-from kvwatch.blockmath.weights.moe import every
+from kvwatch.blockmath.weights.moe import GRANITE_EXPERTS, SHARED_EXPERT, every
 from kvwatch.blockmath.weights.parts import Linear, Parts, Tensor, With
 from kvwatch.blockmath.weights.shard import Shard
 
@@ -117,9 +118,6 @@ class GatedDelta:
 
 
 GATED = Attention(qkv_bias="attention_bias", qk_norm="head", gated=True)
-SHARED_EXPERT = Experts(
-    shared_width="shared_expert_intermediate_size", shared_gate=True, shared_name="mlp.shared_expert"
-)
 
 
 def qwen_hybrid(f: Section, i: int) -> Layer:
@@ -145,20 +143,11 @@ def _jamba(f: Section, i: int) -> Layer:
     )
 
 
-GRANITE_FFN = Experts(
-    ("num_local_experts",),
-    ("intermediate_size",),
-    shared_width="shared_intermediate_size",
-    shared_name="shared_mlp",
-    name="block_sparse_moe",
-)
-
-
 def _granite_hybrid(f: Section, i: int) -> Layer:
     kinds = f.first("layers_block_type", "layer_types")
     mixer = Mamba2() if kinds[i] in ("mamba", "linear_attention") else Attention(qkv_bias="attention_bias")
     dense = Mlp(width=("shared_intermediate_size",), name="shared_mlp")
-    return (mixer, GRANITE_FFN if f.get("num_local_experts") else dense, Norms())
+    return (mixer, GRANITE_EXPERTS if f.get("num_local_experts") else dense, Norms())
 
 
 FALCON_H1 = Decoder(
@@ -326,9 +315,50 @@ def _zamba2_linear(f: Section, _s: Shard) -> Parts:
 
 ZAMBA2 = Decoder(_zamba2, resident=(_zamba2_shared,), tied=True, pipeline=False)
 
+
+def short_conv(f: Section, s: Shard) -> Parts:
+    """LFM2's gated short convolution, divided by channels."""
+    width = hidden(f)
+    inner = s.of(f.whole("conv_dim", width), "convolution channels")
+    out = f.whole("conv_dim_out", width)
+    bias = bool(f.get("conv_bias"))
+    return (
+        Tensor("short_conv.conv", inner * (f.whole("conv_L_cache") + bias)),
+        Linear("short_conv.in_proj", width, 3 * inner, 3 * inner * bias, pieces=3),
+        Linear("short_conv.out_proj", inner, out, out * bias),
+    )
+
+
+def _lfm2(f: Section, i: int) -> Layer:
+    full = f.get("full_attn_idxs")
+    attends = required(f, "layer_types")[i] == "full_attention" if full is None else i in full
+    mixer = Attention(qk_norm="head") if attends else short_conv
+    sparse = f.get("num_experts") and i >= f.whole("num_dense_layers", 0)
+    if sparse:
+        return (mixer, LFM2_EXPERTS, Norms())
+    inner = f.whole("intermediate_size") if f.get("num_experts") else _lfm2_width(f)
+    return (mixer, With(Mlp(name="feed_forward"), (("intermediate_size", inner),)), Norms())
+
+
+def _lfm2_width(f: Section) -> int:
+    inner = size(f, "block_ff_dim", "intermediate_size")
+    if not f.get("block_auto_adjust_ff_dim", True):
+        return inner
+    inner = int(f.get("block_ffn_dim_multiplier", 1.0) * int(2 * inner / 3))
+    multiple = f.whole("block_multiple_of", 256)
+    return -(-inner // multiple) * multiple
+
+
+LFM2_EXPERTS = Experts(
+    ("num_experts",), ("moe_intermediate_size",), correction="use_expert_bias", name="feed_forward"
+)
+LFM2 = Decoder(_lfm2, tied=True)
+
 NEMOTRON_H = Decoder(_nemotron, count=lambda f: len(_nemotron_pattern(f)), everywhere=UNSPLIT)
 
 RECURRENT = {
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2,
     "KimiLinearForCausalLM": Decoder(_kimi),
     "NemotronHForCausalLM": NEMOTRON_H,
     "NemotronHPuzzleForCausalLM": NEMOTRON_H,

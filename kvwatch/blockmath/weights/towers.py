@@ -300,6 +300,29 @@ def internvl(f: Section, _text: Section, _root: Section, s: Shard) -> Parts:
     )
 
 
+def intern_vit(f: Section, text: Section, root: Section, s: Shard) -> Parts:
+    """InternViT of InternVLChat, up to the layer whose output is used, and its projector."""
+    width, count = hidden(f), f.whole("num_hidden_layers")
+    chosen = root.whole("select_layer", -1)
+    layers = count + chosen + 1 if chosen < 0 else chosen + 1
+    total = _heads(f)
+    encoder = Encoder(
+        qkv_bias="qkv_bias",
+        norm_bias=f.get("norm_type", "rms_norm") == "layer_norm",
+        extra=4 if f.get("qk_normalization") else 2,
+        whole="attention" if total % s.tp else "",
+    )
+    merged = width * int(1 / root.get("downsample_ratio", 0.5)) ** 2
+    return (
+        patch_embedding(f, width, bias=True),
+        Tensor("class_and_positions", (patches(f) + 2) * width),
+        *encoder(f, s, width=width, inner=f.whole("intermediate_size"), layers=layers, heads=total),
+        norm("mlp1.0", merged, bias=True),
+        replicated("mlp1.1", merged, hidden(text), bias=True),
+        replicated("mlp1.3", hidden(text), hidden(text), bias=True),
+    )
+
+
 def llama4_vision(f: Section, text: Section, _root: Section, s: Shard) -> Parts:
     """Llama 4's ViT, its pixel-shuffle adapter and the projection to the decoder."""
     width, merged = hidden(f), f.whole("intermediate_size")
