@@ -15,7 +15,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from kvwatch.config import GIB, ServerConfig
 from kvwatch.demo.scenario import Scenario, at, data
@@ -27,6 +27,7 @@ from kvwatch.observe.records import (
     GpuProcess,
     Launch,
     ModelConfig,
+    NextStart,
     NvmlRecord,
     Process,
     ProcessRecord,
@@ -55,7 +56,7 @@ class DemoNode:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._http.serve_forever, name="demo-vllm", daemon=True)
 
-    def __enter__(self) -> DemoNode:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -178,6 +179,16 @@ class DemoNode:
     ) -> ModelConfig | Failure:
         """The packaged config.json."""
         return ModelConfig("demo/config.json", json.loads(data("config.json")), mtime_ns=0)
+
+    def read_next_start(
+        self,
+        launch: Launch,
+        process: Process | None,
+        served_root: str | None,
+        settings: ServerConfig | None,
+    ) -> NextStart | Failure:
+        """Nothing is pending: as it was started."""
+        return NextStart("command_line", (), launch.flags, launch.environment)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         node = self

@@ -137,7 +137,12 @@ def refused(refusal: Refused) -> Verdict:
     check = "derived_length" if refusal.kind == "max_model_len_gt_derived" else CONFIGURATION
     failed = CheckResult(check=check, gpu=None, margin_bytes=None, passed=False)
     return Verdict(
-        feasible=False, blocking=failed, checks=(failed,), longest_length=None, message=str(refusal)
+        feasible=False,
+        blocking=failed,
+        checks=(failed,),
+        longest_length=None,
+        message=str(refusal),
+        unknown_reason=None,
     )
 
 
