@@ -140,6 +140,25 @@ def test_a_missing_field_is_named() -> None:
         weight_bytes(known, Flags())
 
 
+@cache
+def more_models() -> Mapping[str, Row]:
+    """Further architectures, with what vLLM 0.32.0's classes allocate for them, built without memory.
+
+    A row holds a config.json without what weights do not depend on, and tensor-parallel size, pipeline-parallel
+    size, stage and bytes of each case.
+    """
+    with gzip.open(VECTORS / "weights_more.jsonl.gz", "rt") as lines:
+        return {row["name"]: row for row in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("name", more_models())
+def test_further_architectures_are_exact(name: str) -> None:
+    model = more_models()[name]
+    for tensor, pipeline, stage, truth in model["stages"]:
+        flags = Flags(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+        assert weight_bytes(model["config"], flags).bytes_per_rank[stage] == truth
+
+
 LEFT_OUT_MATTERS = {
     "tf__aria": "a mapping of the projector has no plain default",
     "tf__cohere2_vision": "its class gives the tower other sizes than the tower's own class",
