@@ -20,7 +20,8 @@ FIELDS = re.compile(
     r"""
     vocab_size | hidden_size | num_hidden_layers | num_layers | n_layers? | num_attention_heads
     | n_heads? | num_key_value_heads | num_kv_heads | n_head_kv | multi_query | multi_query_attention
-    | multi_query_group_num | new_decoder_architecture | num_attention_groups | head_dim | kv_channels
+    | multi_query_group_num | num_heads | n_mamba_heads
+    | new_decoder_architecture | num_attention_groups | head_dim | kv_channels
     | global_head_dim | num_global_key_value_heads | attention_k_eq_v | num_kv_shared_layers
     | v_head_dim | swa_\w+ | attention_head_dim | attention_hidden_size | hidden_size_per_head
     | max_position_embeddings | n_positions | max_seq_len | seq_length | model_max_length
@@ -32,7 +33,8 @@ FIELDS = re.compile(
     | mtp_num_hidden_layers | n_mtp_layers | kv_lora_rank | q_lora_rank | qk_rope_head_dim
     | qk_nope_head_dim | qk_head_dim | index_\w+ | compress_\w+ | mamba_\w+ | use_mamba\w* | ssm_\w+
     | state_size | conv_kernel | conv_L_cache | conv_dim\w* | expand | n_groups | chunk_size
-    | time_step_rank | linear_\w+ | use_conv_bias | intermediate_size | num_memory_blocks
+    | time_step_rank | linear_\w+ | use_conv_bias | intermediate_size
+    | [HL]_cycles | num_layers_per_stack | num_memory_blocks
     | use_shared_attention_adapter | block_configs | decoder_layers | encoder_layers
     | decoder_attention_heads | d_model | n_embd | activation | is_causal | add_cross_attention
     | ffn_hidden_size | transf_decoder | depth | block_auto_adjust_ff_dim | full_attn_idxs

@@ -38,16 +38,14 @@ def settle(
     state_bytes = max((spec.state_bytes for spec in _specs(layout) if spec.kind is Kind.MAMBA), default=0)
     size = effective or _chosen(layout, settings, release)
     if effective is None:
-        if state_bytes and layout.token_bytes:
+        if state_bytes and layout.token_bytes and layout.backends:
             size = _covering_states(layout, size, state_bytes)
         if layout.skipped_token_bytes and layout.token_bytes:
             size = _covering_skipped(layout, size)
-    padded = size * layout.token_bytes if state_bytes and layout.token_bytes else None
-    mamba_block = settings.mamba_block_size
-    if settings.mamba_cache_mode == "align" and layout.token_bytes:
-        mamba_block = size
-    elif settings.enable_prefix_caching and not layout.token_bytes:
-        mamba_block = settings.mamba_block_size
+    beside_attention = bool(state_bytes and layout.token_bytes and layout.backends)
+    padded = size * (layout.token_bytes or 0) if beside_attention else None
+    aligned = settings.mamba_cache_mode == "align" and beside_attention
+    mamba_block = size if aligned else settings.mamba_block_size
     settled = replace(settings, block_size=size, mamba_block_size=mamba_block)
 
     def place(spec: LayerSpec) -> LayerSpec:

@@ -58,7 +58,7 @@ _GROUPS: Final[tuple[tuple[Callable[[Context], Layout], TraitsOf, str], ...]] = 
         Ernie4_5_MoeForCausalLM Ernie4_5_VLMoeForConditionalGeneration Exaone4ForCausalLM
         Exaone4_5_ForConditionalGeneration ExaoneForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM
         FireRedASR2ForConditionalGeneration FlexOlmoForCausalLM FunAudioChatForConditionalGeneration
-        FunASRForConditionalGeneration GLM4VForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM
+        FunASRForConditionalGeneration GLM4VForCausalLM GPT2LMHeadModel GPTJForCausalLM
         GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM GemmaForCausalLM Glm4ForCausalLM
         Glm4MoeForCausalLM Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration
         GlmAsrForConditionalGeneration GlmForCausalLM GlmOcrForConditionalGeneration
@@ -145,6 +145,7 @@ _GROUPS: Final[tuple[tuple[Callable[[Context], Layout], TraitsOf, str], ...]] = 
     (special.nemotron_nas, plain, "DeciLMForCausalLM"),
     (special.whisper, special.encoder_decoder_traits, "WhisperForConditionalGeneration"),
     (special.falcon, plain, "FalconForCausalLM RWForCausalLM"),
+    (special.gpt_bigcode, plain, "GPTBigCodeForCausalLM"),
     (special.dbrx, plain, "DbrxForCausalLM"),
     (special.chatglm, plain, "ChatGLMModel"),
     (special.every_head_by_its_parts, plain, "MiniCPM3ForCausalLM"),

@@ -81,7 +81,7 @@ clipseg_vision_model hidden_size=768 intermediate_size=3072 num_attention_heads=
 clvp @text_config=clvp_encoder
 clvp_decoder add_cross_attention=false hidden_size=1024 max_position_embeddings=608 num_attention_heads=16 num_hidden_layers=30 vocab_size=8194
 clvp_encoder hidden_size=768 intermediate_size=1536 num_attention_heads=12 num_hidden_layers=20 vocab_size=256
-coarse_acoustics num_attention_heads>num_heads num_hidden_layers>num_layers vocab_size>input_vocab_size hidden_size=768 num_layers=12
+coarse_acoustics num_attention_heads>num_heads num_hidden_layers>num_layers vocab_size>input_vocab_size hidden_size=768 num_heads=12 num_layers=12
 codegen hidden_size>n_embd max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer n_ctx=2048 n_embd=4096 n_head=16 n_layer=28 n_positions=2048 tie_word_embeddings=false vocab_size=50400
 cohere hidden_size=8192 intermediate_size=22528 max_position_embeddings=8192 num_attention_heads=64 num_hidden_layers=40 num_key_value_heads=null tie_word_embeddings=true vocab_size=256000
 cohere2 hidden_size=8192 intermediate_size=22528 layer_types=null max_position_embeddings=8192 num_attention_heads=64 num_hidden_layers=40 num_key_value_heads=null sliding_window=4096 tie_word_embeddings=true vocab_size=256000
@@ -90,7 +90,7 @@ cohere2_vision @text_config=cohere2 tie_word_embeddings=true
 cohere_asr head_dim=null hidden_size=1024 intermediate_size=4096 max_position_embeddings=1024 num_attention_heads=8 num_hidden_layers=8 num_key_value_heads=null tie_word_embeddings=false vocab_size=16384
 cohere_compass @text_config=cohere_compass_text tie_word_embeddings=false
 cohere_compass_text hidden_size=8192 intermediate_size=22528 layer_types=null max_position_embeddings=8192 num_attention_heads=64 num_hidden_layers=40 num_key_value_heads=null sliding_window=4096 tie_word_embeddings=true vocab_size=256000
-cohere_compass_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+cohere_compass_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304 num_heads=16
 colmodernvbert @vlm_config.text_config=modernbert
 colpali @text_config=gemma hidden_size=2048 tie_word_embeddings=true vocab_size=257152
 colqwen2 @vlm_config.text_config=qwen2_vl_text
@@ -162,7 +162,7 @@ ernie4_5 head_dim=128 hidden_size=1024 intermediate_size=3072 max_position_embed
 ernie4_5_moe num_experts>moe_num_experts hidden_size=2560 intermediate_size=12288 max_position_embeddings=131072 moe_intermediate_size=1536 num_attention_heads=20 num_hidden_layers=28 num_key_value_heads=4 tie_word_embeddings=true vocab_size=103424
 ernie4_5_vl_moe @text_config=ernie4_5_vl_moe_text tie_word_embeddings=true
 ernie4_5_vl_moe_text num_experts>moe_num_experts hidden_size=2560 intermediate_size=12288 max_position_embeddings=131072 moe_intermediate_size=null num_attention_heads=20 num_hidden_layers=28 num_key_value_heads=4 tie_word_embeddings=true vocab_size=103424
-ernie4_5_vl_moe_vision num_attention_heads>num_heads depth=32 hidden_size=1280 intermediate_size=5120
+ernie4_5_vl_moe_vision num_attention_heads>num_heads depth=32 hidden_size=1280 intermediate_size=5120 num_heads=16
 esm add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=1026 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=null
 esmc head_dim=null hidden_size=2560 intermediate_size=6912 max_position_embeddings=2048 num_attention_heads=40 num_hidden_layers=80 num_key_value_heads=null tie_word_embeddings=false vocab_size=64
 esmfold2 chunk_size=64 hidden_size=384 sliding_window=128
@@ -170,14 +170,14 @@ eurobert head_dim=null hidden_size=768 intermediate_size=3072 max_position_embed
 evolla add_cross_attention=false hidden_size=4096 intermediate_size=14336 max_position_embeddings=8192 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 tie_word_embeddings=false vocab_size=128256
 exaone4 hidden_size=4096 intermediate_size=16384 layer_types=null max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 sliding_window=4096 sliding_window_pattern=4 tie_word_embeddings=false vocab_size=102400
 exaone4_5 @text_config=exaone4 tie_word_embeddings=false
-exaone4_5_vision num_attention_heads>num_heads depth=32 hidden_size=3584 intermediate_size=3420 num_key_value_heads=8
+exaone4_5_vision num_attention_heads>num_heads depth=32 hidden_size=3584 intermediate_size=3420 num_heads=16 num_key_value_heads=8
 exaone_moe hidden_size=4096 intermediate_size=16384 layer_types=null max_position_embeddings=2048 moe_intermediate_size=1024 num_attention_heads=32 num_experts=64 num_hidden_layers=32 num_key_value_heads=32 sliding_window=4096 sliding_window_pattern=4 tie_word_embeddings=false vocab_size=102400
 falcon activation="gelu" ffn_hidden_size=null hidden_size=4544 max_position_embeddings=2048 multi_query=true new_decoder_architecture=false num_attention_heads=71 num_hidden_layers=32 num_kv_heads=null tie_word_embeddings=true vocab_size=65024
 falcon_h1 layer_types>layers_block_type hidden_size=4096 intermediate_size=14336 mamba_chunk_size=256 mamba_conv_bias=true mamba_d_conv=4 mamba_d_head="auto" mamba_d_ssm=1024 mamba_d_state=256 mamba_expand=2 mamba_n_groups=1 mamba_n_heads=128 mamba_norm_before_gate=true mamba_proj_bias=false mamba_rms_norm=false max_position_embeddings=8192 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 ssm_in_multiplier=1.0 ssm_multipliers=null ssm_out_multiplier=1.0 tie_word_embeddings=false vocab_size=128000
 falcon_mamba conv_kernel=4 expand=2 hidden_size=768 num_hidden_layers=32 state_size=16 tie_word_embeddings=true time_step_rank="auto" use_conv_bias=true use_mambapy=false vocab_size=50280
 fast_vlm @text_config=qwen2 tie_word_embeddings=false
 fastspeech2_conformer num_attention_heads>encoder_num_attention_heads num_hidden_layers>encoder_layers decoder_layers=4 encoder_layers=4 hidden_size=384 max_source_positions=5000 vocab_size=78
-fine_acoustics num_attention_heads>num_heads num_hidden_layers>num_layers vocab_size>input_vocab_size hidden_size=768 num_layers=12 tie_word_embeddings=true
+fine_acoustics num_attention_heads>num_heads num_hidden_layers>num_layers vocab_size>input_vocab_size hidden_size=768 num_heads=12 num_layers=12 tie_word_embeddings=true
 flaubert hidden_size>emb_dim n_words>vocab_size num_attention_heads>n_heads num_hidden_layers>n_layers max_position_embeddings=512 n_heads=16 n_layers=12 tie_word_embeddings=true vocab_size=30145
 flava @text_config=flava_text_model hidden_size=768 tie_word_embeddings=true
 flava_image_model hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=8192
@@ -219,19 +219,19 @@ glm4_moe_lite head_dim>qk_rope_head_dim num_local_experts>n_routed_experts hidde
 glm4v @text_config=glm4v_text tie_word_embeddings=false
 glm4v_moe @text_config=glm4v_moe_text tie_word_embeddings=false
 glm4v_moe_text num_local_experts>n_routed_experts hidden_size=4096 intermediate_size=10944 max_position_embeddings=65536 moe_intermediate_size=1408 n_routed_experts=128 num_attention_heads=96 num_hidden_layers=46 num_key_value_heads=8 tie_word_embeddings=false vocab_size=151424
-glm4v_moe_vision num_attention_heads>num_heads depth=24 hidden_size=1536 intermediate_size=13696
+glm4v_moe_vision num_attention_heads>num_heads depth=24 hidden_size=1536 intermediate_size=13696 num_heads=12
 glm4v_text hidden_size=4096 intermediate_size=13696 max_position_embeddings=32768 num_attention_heads=32 num_hidden_layers=40 num_key_value_heads=2 vocab_size=151552
-glm4v_vision num_attention_heads>num_heads depth=24 hidden_size=1536 intermediate_size=13696
+glm4v_vision num_attention_heads>num_heads depth=24 hidden_size=1536 intermediate_size=13696 num_heads=12
 glm5_next @text_config=glm5_next_text tie_word_embeddings=false
 glm5_next_text num_local_experts>n_routed_experts head_dim=0 hidden_size=4096 index_head_dim=128 index_kpool=16 index_kpool_always_select_tail=true index_n_heads=32 index_topk=2048 intermediate_size=12288 kv_lora_rank=512 layer_types=null linear_conv_kernel_dim=4 linear_head_dim=128 linear_lower_bound=-5.0 linear_num_heads=64 max_position_embeddings=1048576 moe_intermediate_size=2048 n_routed_experts=288 num_attention_heads=64 num_hidden_layers=45 num_key_value_heads=64 q_lora_rank=1536 qk_nope_head_dim=256 qk_rope_head_dim=0 tie_word_embeddings=false v_head_dim=256 vocab_size=154880
-glm5_next_vision num_attention_heads>num_heads depth=24 hidden_size=1024 intermediate_size=4096
+glm5_next_vision num_attention_heads>num_heads depth=24 hidden_size=1024 intermediate_size=4096 num_heads=16
 glm_image @text_config=glm_image_text tie_word_embeddings=false
 glm_image_text hidden_size=4096 intermediate_size=13696 max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=40 num_key_value_heads=2 vocab_size=168064
-glm_image_vision num_attention_heads>num_heads depth=40 hidden_size=1536 intermediate_size=6144
+glm_image_vision num_attention_heads>num_heads depth=40 hidden_size=1536 intermediate_size=6144 num_heads=16
 glm_moe_dsa num_local_experts>n_routed_experts head_dim=64 hidden_size=6144 index_head_dim=128 index_n_heads=32 index_topk=2048 intermediate_size=12288 kv_lora_rank=512 layer_types=null max_position_embeddings=202752 moe_intermediate_size=2048 n_routed_experts=256 num_attention_heads=64 num_hidden_layers=78 num_key_value_heads=64 q_lora_rank=2048 qk_nope_head_dim=192 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=256 vocab_size=154880
 glm_ocr @text_config=glm_ocr_text tie_word_embeddings=false
 glm_ocr_text hidden_size=1024 intermediate_size=4096 max_position_embeddings=131072 num_attention_heads=16 num_hidden_layers=16 num_key_value_heads=8 vocab_size=59392
-glm_ocr_vision num_attention_heads>num_heads depth=24 hidden_size=1024 intermediate_size=4096
+glm_ocr_vision num_attention_heads>num_heads depth=24 hidden_size=1024 intermediate_size=4096 num_heads=16
 glmasr @text_config=llama tie_word_embeddings=true
 glmasr_encoder hidden_size=1280 intermediate_size=5120 max_position_embeddings=1500 num_attention_heads=20 num_hidden_layers=32 num_key_value_heads=null
 glmga @text_config=glm4v_text tie_word_embeddings=false
@@ -239,7 +239,7 @@ got_ocr2 @text_config=qwen2 tie_word_embeddings=true
 gpt-sw3 hidden_size>n_embd max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer add_cross_attention=false n_embd=768 n_head=12 n_layer=12 n_positions=1024 tie_word_embeddings=true vocab_size=50257
 gpt2 hidden_size>n_embd max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer add_cross_attention=false n_embd=768 n_head=12 n_layer=12 n_positions=1024 tie_word_embeddings=true vocab_size=50257
 gpt_bigcode hidden_size>n_embd max_position_embeddings>n_positions num_attention_heads>n_head num_hidden_layers>n_layer add_cross_attention=false multi_query=true n_embd=768 n_head=12 n_layer=12 n_positions=1024 tie_word_embeddings=true vocab_size=50257
-gpt_neo num_attention_heads>num_heads num_hidden_layers>num_layers hidden_size=2048 intermediate_size=null max_position_embeddings=2048 num_layers=24 tie_word_embeddings=true vocab_size=50257
+gpt_neo num_attention_heads>num_heads num_hidden_layers>num_layers hidden_size=2048 intermediate_size=null max_position_embeddings=2048 num_heads=16 num_layers=24 tie_word_embeddings=true vocab_size=50257
 gpt_neox hidden_size=6144 intermediate_size=24576 max_position_embeddings=2048 num_attention_heads=64 num_hidden_layers=44 tie_word_embeddings=false vocab_size=50432
 gpt_neox_japanese hidden_size=2560 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 tie_word_embeddings=true vocab_size=32000
 gpt_oss num_experts>num_local_experts head_dim=64 hidden_size=2880 intermediate_size=2880 layer_types=null max_position_embeddings=131072 num_attention_heads=64 num_hidden_layers=36 num_key_value_heads=8 num_local_experts=128 sliding_window=128 tie_word_embeddings=false vocab_size=201088
@@ -250,9 +250,9 @@ granite4_vision_text hidden_size=4096 intermediate_size=11008 max_position_embed
 granite_speech @text_config=granite tie_word_embeddings=true
 granite_speech5_ctc tie_word_embeddings=true vocab_size=16384
 granite_speech5_encoder head_dim=null hidden_size=1024 intermediate_size=4096 max_position_embeddings=512 num_attention_heads=8 num_hidden_layers=16 num_key_value_heads=null vocab_size=16384
-granite_speech_encoder hidden_size>hidden_dim num_attention_heads>num_heads num_hidden_layers>num_layers num_layers=10
+granite_speech_encoder hidden_size>hidden_dim num_attention_heads>num_heads num_hidden_layers>num_layers num_heads=8 num_layers=10
 granite_speech_plus @text_config=granite tie_word_embeddings=true
-granite_speech_plus_encoder hidden_size>hidden_dim num_attention_heads>num_heads num_hidden_layers>num_layers num_layers=10
+granite_speech_plus_encoder hidden_size>hidden_dim num_attention_heads>num_heads num_hidden_layers>num_layers num_heads=8 num_layers=10
 granite_swa hidden_size=2560 intermediate_size=8192 layer_types=null max_position_embeddings=8192 num_attention_heads=20 num_hidden_layers=24 num_key_value_heads=4 sliding_window=128 tie_word_embeddings=true vocab_size=100352
 granitemoe hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null num_local_experts=8 tie_word_embeddings=false vocab_size=32000
 granitemoe_swa hidden_size=4096 intermediate_size=11008 layer_types=null max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null num_local_experts=8 sliding_window=128 tie_word_embeddings=false vocab_size=32000
@@ -266,7 +266,7 @@ gte hidden_size=768 intermediate_size=3072 max_position_embeddings=8192 num_atte
 helium head_dim=128 hidden_size=2560 intermediate_size=7040 max_position_embeddings=4096 num_attention_heads=20 num_hidden_layers=24 num_key_value_heads=20 tie_word_embeddings=false vocab_size=48000
 hiera num_hidden_layers>num_layers
 higgs_audio_v2 head_dim=128 hidden_size=3072 intermediate_size=8192 max_position_embeddings=2048 num_attention_heads=24 num_hidden_layers=28 num_key_value_heads=8 tie_word_embeddings=false vocab_size=128256
-hrm_text head_dim=128 hidden_size=1536 intermediate_size=4096 max_position_embeddings=2048 num_attention_heads=12 num_hidden_layers=16 tie_word_embeddings=false vocab_size=151808
+hrm_text H_cycles=2 L_cycles=3 head_dim=128 hidden_size=1536 intermediate_size=4096 max_position_embeddings=2048 num_attention_heads=12 num_hidden_layers=16 num_layers_per_stack=null tie_word_embeddings=false vocab_size=151808
 hubert hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
 hunyuan_v1_dense head_dim=null hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=290943
 hunyuan_v1_moe num_local_experts>num_experts head_dim=null hidden_size=4096 intermediate_size=11008 max_position_embeddings=2048 num_attention_heads=32 num_experts=1 num_hidden_layers=32 num_key_value_heads=null tie_word_embeddings=false vocab_size=290943
@@ -348,21 +348,21 @@ llava_next_video @text_config=llama tie_word_embeddings=false
 llava_onevision @text_config=qwen2 tie_word_embeddings=false
 longcat_flash intermediate_size>ffn_hidden_size moe_intermediate_size>expert_ffn_hidden_size num_local_experts>n_routed_experts ffn_hidden_size=12288 head_dim=64 hidden_size=6144 kv_lora_rank=512 max_position_embeddings=131072 n_routed_experts=512 num_attention_heads=64 num_key_value_heads=null num_layers=28 q_lora_rank=1536 qk_head_dim=null qk_nope_head_dim=128 qk_rope_head_dim=64 tie_word_embeddings=false v_head_dim=128 vocab_size=131072
 longformer hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
-longt5 head_dim>d_kv hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_layers=6 tie_word_embeddings=true vocab_size=32128
+longt5 head_dim>d_kv hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_heads=8 num_layers=6 tie_word_embeddings=true vocab_size=32128
 luke hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=50267
 lw_detr d_model=256 decoder_layers=3
 lw_detr_vit hidden_size=768 num_attention_heads=12 num_hidden_layers=12
 lxmert hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 tie_word_embeddings=true vocab_size=30522
 m2m_100 hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 encoder_layers=12 max_position_embeddings=1024 tie_word_embeddings=true vocab_size=128112
 mamba conv_kernel=4 expand=2 hidden_size=768 num_hidden_layers=32 state_size=16 tie_word_embeddings=true time_step_rank="auto" use_conv_bias=true use_mambapy=false vocab_size=50280
-mamba2 chunk_size=256 conv_kernel=4 expand=2 head_dim=64 hidden_size=4096 n_groups=8 num_hidden_layers=64 state_size=128 tie_word_embeddings=false time_step_rank="auto" use_conv_bias=true vocab_size=32768
+mamba2 chunk_size=256 conv_kernel=4 expand=2 head_dim=64 hidden_size=4096 n_groups=8 num_heads=128 num_hidden_layers=64 state_size=128 tie_word_embeddings=false time_step_rank="auto" use_conv_bias=true vocab_size=32768
 marian hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 encoder_layers=12 max_position_embeddings=1024 tie_word_embeddings=true vocab_size=58101
 markuplm hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
 mask2former hidden_size>hidden_dim num_hidden_layers>decoder_layers decoder_layers=10 encoder_layers=6 num_attention_heads=8
 maskformer hidden_size>mask_feature_size
 maskformer-swin num_attention_heads>num_heads num_hidden_layers>num_layers
 mbart hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 encoder_layers=12 max_position_embeddings=1024 tie_word_embeddings=true vocab_size=50265
-medusa hidden_size=4096 num_hidden_layers=1 vocab_size=32001
+medusa hidden_size=4096 num_heads=5 num_hidden_layers=1 vocab_size=32001
 megatron-bert add_cross_attention=false hidden_size=1024 intermediate_size=4096 max_position_embeddings=512 num_attention_heads=16 num_hidden_layers=24 tie_word_embeddings=true vocab_size=29056
 mellum num_experts>num_local_experts head_dim=128 hidden_size=2304 intermediate_size=7168 layer_types=null max_position_embeddings=131072 moe_intermediate_size=896 num_attention_heads=32 num_experts=64 num_hidden_layers=28 num_key_value_heads=4 sliding_window=1024 tie_word_embeddings=false vocab_size=98304
 metaclip_2 @text_config=metaclip_2_text_model
@@ -411,7 +411,7 @@ moss_transcribe_diarize @text_config=qwen3 tie_word_embeddings=true
 mpnet hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30527
 mpt hidden_size>d_model num_attention_heads>n_heads num_hidden_layers>n_layers d_model=2048 max_seq_len=2048 n_heads=16 n_layers=24 tie_word_embeddings=true vocab_size=50368
 mra add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=50265
-mt5 head_dim>d_kv hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_layers=8 tie_word_embeddings=true vocab_size=250112
+mt5 head_dim>d_kv hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_heads=6 num_layers=8 tie_word_embeddings=true vocab_size=250112
 muse_glimmer @text_config=muse_glimmer_text
 muse_glimmer_assistant head_dim=128 hidden_size=4096 intermediate_size=22016 layer_types=null max_position_embeddings=32768 max_window_layers=28 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 sliding_window=4096 tie_word_embeddings=false use_sliding_window=false vocab_size=151936
 muse_glimmer_text head_dim=128 hidden_size=6656 intermediate_size=19968 layer_types=null max_position_embeddings=16384 no_rope_layers=null num_attention_heads=32 num_hidden_layers=52 num_key_value_heads=2 sliding_window=2048 tie_word_embeddings=false vocab_size=202048
@@ -481,13 +481,13 @@ phi4_multimodal_vision hidden_size=1152 intermediate_size=4304 num_attention_hea
 phimoe hidden_size=4096 intermediate_size=6400 max_position_embeddings=131072 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=8 num_local_experts=16 sliding_window=null tie_word_embeddings=false vocab_size=32064
 pi0 chunk_size=50
 pix2struct @text_config=pix2struct_text_model tie_word_embeddings=false
-pix2struct_text_model decoder_attention_heads>num_heads decoder_layers>num_layers encoder_layers>num_layers hidden_size>hidden_size num_attention_heads>num_heads num_hidden_layers>num_layers add_cross_attention=false hidden_size=768 num_layers=12 tie_word_embeddings=false vocab_size=50244
+pix2struct_text_model decoder_attention_heads>num_heads decoder_layers>num_layers encoder_attention_heads>num_heads encoder_layers>num_layers hidden_size>hidden_size num_attention_heads>num_heads num_hidden_layers>num_layers add_cross_attention=false hidden_size=768 num_heads=12 num_layers=12 tie_word_embeddings=false vocab_size=50244
 pix2struct_vision_model hidden_size=768 num_attention_heads=12 num_hidden_layers=12 seq_len=4096
 pixel_shuffle_siglip2 hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
 pixio hidden_size=1280 num_attention_heads=16 num_hidden_layers=32
 pixtral hidden_size=1024 intermediate_size=4096 num_attention_heads=16 num_hidden_layers=24
 plbart hidden_size>d_model num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=768 decoder_attention_heads=12 decoder_layers=6 encoder_layers=6 max_position_embeddings=1024 tie_word_embeddings=true vocab_size=50005
-pop2piano hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_layers=6 tie_word_embeddings=true vocab_size=2400
+pop2piano hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_heads=8 num_layers=6 tie_word_embeddings=true vocab_size=2400
 pp_chart2table @text_config=qwen2 tie_word_embeddings=true
 pp_doclayout_v2 hidden_size>d_model num_attention_heads>encoder_attention_heads d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=1
 pp_doclayout_v3 hidden_size>d_model num_attention_heads>encoder_attention_heads d_model=256 decoder_attention_heads=8 decoder_layers=6 encoder_layers=1 tie_word_embeddings=true
@@ -510,28 +510,28 @@ qwen2_5_omni_dit head_dim=64 hidden_size=1024 max_position_embeddings=32768 num_
 qwen2_5_omni_talker head_dim=128 hidden_size=3584 intermediate_size=18944 layer_types=null max_position_embeddings=32768 max_window_layers=28 num_attention_heads=28 num_hidden_layers=28 num_key_value_heads=4 sliding_window=32768 tie_word_embeddings=false use_sliding_window=false vocab_size=8448
 qwen2_5_omni_text hidden_size=3584 intermediate_size=18944 layer_types=null max_position_embeddings=32768 max_window_layers=28 num_attention_heads=28 num_hidden_layers=28 num_key_value_heads=4 sliding_window=32768 tie_word_embeddings=true use_sliding_window=false vocab_size=152064
 qwen2_5_omni_thinker @text_config=qwen2_5_omni_text tie_word_embeddings=false
-qwen2_5_omni_vision_encoder num_attention_heads>num_heads depth=32 hidden_size=3584 intermediate_size=3420
+qwen2_5_omni_vision_encoder num_attention_heads>num_heads depth=32 hidden_size=3584 intermediate_size=3420 num_heads=16
 qwen2_5_vl @text_config=qwen2_5_vl_text tie_word_embeddings=false
 qwen2_5_vl_text hidden_size=8192 intermediate_size=29568 layer_types=null max_position_embeddings=32768 max_window_layers=80 num_attention_heads=64 num_hidden_layers=80 num_key_value_heads=8 sliding_window=4096 use_sliding_window=false vocab_size=152064
-qwen2_5_vl_vision num_attention_heads>num_heads depth=32 hidden_size=3584 intermediate_size=3420
+qwen2_5_vl_vision num_attention_heads>num_heads depth=32 hidden_size=3584 intermediate_size=3420 num_heads=16
 qwen2_audio @text_config=qwen2
 qwen2_audio_encoder hidden_size>d_model intermediate_size>encoder_ffn_dim num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1280 encoder_layers=32 max_source_positions=1500
 qwen2_moe hidden_size=2048 intermediate_size=5632 layer_types=null max_position_embeddings=32768 max_window_layers=28 moe_intermediate_size=1408 num_attention_heads=16 num_experts=60 num_hidden_layers=24 num_key_value_heads=16 sliding_window=4096 tie_word_embeddings=false use_sliding_window=false vocab_size=151936
 qwen2_vl @text_config=qwen2_vl_text tie_word_embeddings=false
 qwen2_vl_text hidden_size=8192 intermediate_size=29568 layer_types=null max_position_embeddings=32768 max_window_layers=80 num_attention_heads=64 num_hidden_layers=80 num_key_value_heads=8 sliding_window=4096 use_sliding_window=false vocab_size=152064
-qwen2_vl_vision num_attention_heads>num_heads depth=32 hidden_size=3584
+qwen2_vl_vision num_attention_heads>num_heads depth=32 hidden_size=3584 num_heads=16
 qwen3 head_dim=128 hidden_size=4096 intermediate_size=22016 layer_types=null max_position_embeddings=32768 max_window_layers=28 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 sliding_window=4096 tie_word_embeddings=false use_sliding_window=false vocab_size=151936
 qwen3_5 @text_config=qwen3_5_text tie_word_embeddings=false
 qwen3_5_moe @text_config=qwen3_5_moe_text tie_word_embeddings=false
 qwen3_5_moe_text head_dim=256 hidden_size=2048 layer_types=null linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16 linear_num_value_heads=32 linear_value_head_dim=128 max_position_embeddings=32768 moe_intermediate_size=512 num_attention_heads=16 num_experts=256 num_hidden_layers=40 num_key_value_heads=2 tie_word_embeddings=false vocab_size=248320
-qwen3_5_moe_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+qwen3_5_moe_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304 num_heads=16
 qwen3_5_text head_dim=256 hidden_size=4096 intermediate_size=12288 layer_types=null linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16 linear_num_value_heads=32 linear_value_head_dim=128 max_position_embeddings=32768 num_attention_heads=16 num_hidden_layers=32 num_key_value_heads=4 tie_word_embeddings=false vocab_size=248320
-qwen3_5_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+qwen3_5_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304 num_heads=16
 qwen3_asr @thinker_config.text_config=qwen3_asr_text
 qwen3_asr_encoder hidden_size>d_model intermediate_size>encoder_ffn_dim num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1024 encoder_layers=24 max_position_embeddings=13
 qwen3_asr_thinker @text_config=qwen3_asr_text
 qwen3_moe num_experts>num_local_experts hidden_size=2048 intermediate_size=6144 max_position_embeddings=32768 moe_intermediate_size=768 num_attention_heads=32 num_experts=128 num_hidden_layers=24 num_key_value_heads=4 sliding_window=4096 tie_word_embeddings=false use_sliding_window=false vocab_size=151936
-qwen3_moe_vit depth=27 hidden_size=1152 intermediate_size=4304
+qwen3_moe_vit depth=27 hidden_size=1152 intermediate_size=4304 num_heads=16
 qwen3_next head_dim=256 hidden_size=2048 intermediate_size=5632 layer_types=null linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16 linear_num_value_heads=32 linear_value_head_dim=128 max_position_embeddings=32768 moe_intermediate_size=512 num_attention_heads=16 num_experts=512 num_hidden_layers=48 num_key_value_heads=2 tie_word_embeddings=false vocab_size=151936
 qwen3_omni_moe @thinker_config.text_config=qwen3_omni_moe_text
 qwen3_omni_moe_audio_encoder hidden_size>d_model intermediate_size>encoder_ffn_dim num_attention_heads>encoder_attention_heads num_hidden_layers>encoder_layers d_model=1280 encoder_layers=32 max_source_positions=1500
@@ -539,17 +539,17 @@ qwen3_omni_moe_talker_code_predictor head_dim=128 hidden_size=1024 intermediate_
 qwen3_omni_moe_talker_text num_experts>num_local_experts hidden_size=1024 intermediate_size=2048 max_position_embeddings=32768 moe_intermediate_size=384 num_attention_heads=16 num_experts=128 num_hidden_layers=20 num_key_value_heads=2 sliding_window=null tie_word_embeddings=false vocab_size=3072
 qwen3_omni_moe_text hidden_size=2048 intermediate_size=18944 max_position_embeddings=32768 moe_intermediate_size=768 num_attention_heads=28 num_experts=128 num_hidden_layers=28 num_key_value_heads=4 sliding_window=null vocab_size=3584
 qwen3_omni_moe_thinker @text_config=qwen3_omni_moe_text tie_word_embeddings=false
-qwen3_omni_moe_vision_encoder num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+qwen3_omni_moe_vision_encoder num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304 num_heads=16
 qwen3_vl @text_config=qwen3_vl_text tie_word_embeddings=false
 qwen3_vl_moe @text_config=qwen3_vl_moe_text tie_word_embeddings=false
 qwen3_vl_moe_text num_experts>num_local_experts head_dim=null hidden_size=2048 intermediate_size=5632 max_position_embeddings=128000 moe_intermediate_size=1408 num_attention_heads=16 num_experts=60 num_hidden_layers=24 num_key_value_heads=16 tie_word_embeddings=true vocab_size=151936
-qwen3_vl_moe_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+qwen3_vl_moe_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304 num_heads=16
 qwen3_vl_nemotron_embed @text_config=qwen3_vl_text tie_word_embeddings=false
 qwen3_vl_text head_dim=128 hidden_size=4096 intermediate_size=22016 max_position_embeddings=128000 num_attention_heads=32 num_hidden_layers=32 num_key_value_heads=32 vocab_size=151936
-qwen3_vl_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+qwen3_vl_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304 num_heads=16
 qwen4_exp @text_config=qwen4_exp_text tie_word_embeddings=false
 qwen4_exp_text head_dim=256 hidden_size=2048 layer_types=null linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16 linear_num_value_heads=32 linear_value_head_dim=128 max_position_embeddings=32768 moe_intermediate_size=512 num_attention_heads=16 num_experts=512 num_hidden_layers=40 num_key_value_heads=2 tie_word_embeddings=false vocab_size=248320
-qwen4_exp_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304
+qwen4_exp_vision num_attention_heads>num_heads depth=27 hidden_size=1152 intermediate_size=4304 num_heads=16
 radio hidden_size=1280 num_attention_heads=16 num_hidden_layers=32
 rag index_name="compressed" index_path=null vocab_size=null
 recurrent_gemma sliding_window>attention_window_size hidden_size=2560 intermediate_size=7680 num_attention_heads=10 num_hidden_layers=26 num_key_value_heads=null tie_word_embeddings=true vocab_size=256000
@@ -586,7 +586,7 @@ seamless_m4t num_attention_heads>decoder_attention_heads num_hidden_layers>decod
 seamless_m4t_v2 num_attention_heads>decoder_attention_heads num_hidden_layers>decoder_layers decoder_attention_heads=16 decoder_layers=24 encoder_layers=24 hidden_size=1024 max_position_embeddings=4096 tie_word_embeddings=true vocab_size=256102
 seed_oss head_dim=128 hidden_size=4096 intermediate_size=27648 max_position_embeddings=524288 num_attention_heads=80 num_hidden_layers=64 num_key_value_heads=8 tie_word_embeddings=false vocab_size=155136
 seggpt hidden_size=1024 num_attention_heads=16 num_hidden_layers=24
-semantic num_attention_heads>num_heads num_hidden_layers>num_layers vocab_size>input_vocab_size hidden_size=768 num_layers=12
+semantic num_attention_heads>num_heads num_hidden_layers>num_layers vocab_size>input_vocab_size hidden_size=768 num_heads=12 num_layers=12
 sew hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
 sew-d hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
 shieldgemma2 @text_config=gemma3_text
@@ -617,8 +617,8 @@ superglue hidden_size=256 num_attention_heads=4
 swin num_attention_heads>num_heads num_hidden_layers>num_layers
 swin2sr hidden_size>embed_dim num_attention_heads>num_heads num_hidden_layers>num_layers
 swinv2 num_attention_heads>num_heads num_hidden_layers>num_layers
-switch_transformers hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers add_cross_attention=false d_model=768 num_experts=8 num_layers=12 tie_word_embeddings=true vocab_size=32128
-t5 head_dim>d_kv hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_layers=6 vocab_size=32128
+switch_transformers hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers add_cross_attention=false d_model=768 num_experts=8 num_heads=12 num_layers=12 tie_word_embeddings=true vocab_size=32128
+t5 head_dim>d_kv hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_heads=8 num_layers=6 vocab_size=32128
 t5_gemma_module head_dim=256 hidden_size=2304 intermediate_size=9216 layer_types=null max_position_embeddings=8192 num_attention_heads=8 num_hidden_layers=26 num_key_value_heads=4 sliding_window=4096 tie_word_embeddings=true vocab_size=256000
 t5gemma @decoder=t5_gemma_module tie_word_embeddings=true vocab_size=256000
 t5gemma2 @decoder=t5gemma2_decoder tie_word_embeddings=true
@@ -636,9 +636,9 @@ tipsv2_text_model hidden_size=768 intermediate_size=3072 max_position_embeddings
 tipsv2_vision_model hidden_size=768 num_attention_heads=12 num_hidden_layers=12
 trocr hidden_size>d_model num_attention_heads>decoder_attention_heads num_hidden_layers>decoder_layers d_model=1024 decoder_attention_heads=16 decoder_layers=12 max_position_embeddings=512 tie_word_embeddings=true vocab_size=50265
 tvp hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 vocab_size=30522
-udop hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers add_cross_attention=false d_model=1024 num_layers=24 tie_word_embeddings=true vocab_size=33201
+udop hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers add_cross_attention=false d_model=1024 num_heads=16 num_layers=24 tie_word_embeddings=true vocab_size=33201
 ultravox @wrapped_model_config=llama hidden_size=4096
-umt5 head_dim>d_kv hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_layers=8 vocab_size=250112
+umt5 head_dim>d_kv hidden_size>d_model num_attention_heads>num_heads num_hidden_layers>num_layers d_model=512 num_heads=6 num_layers=8 vocab_size=250112
 unispeech hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
 unispeech-sat hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12 vocab_size=32
 unlimited-ocr @text_config=deepseek_v2
@@ -689,12 +689,12 @@ xlm hidden_size>emb_dim n_words>vocab_size num_attention_heads>n_heads num_hidde
 xlm-roberta add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
 xlm-roberta-xl add_cross_attention=false hidden_size=2560 intermediate_size=10240 max_position_embeddings=514 num_attention_heads=32 num_hidden_layers=36 tie_word_embeddings=true vocab_size=250880
 xlnet hidden_size>d_model n_token>vocab_size num_attention_heads>n_head num_hidden_layers>n_layer d_model=1024 n_head=16 n_layer=24 tie_word_embeddings=true vocab_size=32000
-xlstm chunk_size=64 hidden_size=4096 num_hidden_layers=32 tie_word_embeddings=false vocab_size=50304
+xlstm chunk_size=64 hidden_size=4096 num_heads=8 num_hidden_layers=32 tie_word_embeddings=false vocab_size=50304
 xmod add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=512 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=30522
 yolos hidden_size=768 intermediate_size=3072 num_attention_heads=12 num_hidden_layers=12
 yoso add_cross_attention=false hidden_size=768 intermediate_size=3072 max_position_embeddings=4096 num_attention_heads=12 num_hidden_layers=12 tie_word_embeddings=true vocab_size=50265
 youtu hidden_size=2048 intermediate_size=6144 kv_lora_rank=512 max_position_embeddings=131072 num_attention_heads=16 num_hidden_layers=32 num_key_value_heads=16 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 tie_word_embeddings=true v_head_dim=128 vocab_size=128256
-zamba head_dim>attention_head_dim layer_types>layers_block_type attention_head_dim=null attention_hidden_size=null attn_layer_offset=4 attn_layer_period=6 hidden_size=3712 intermediate_size=14848 layers_block_type=null mamba_conv_bias=true mamba_d_conv=4 mamba_d_state=16 mamba_dt_rank="auto" mamba_expand=2 mamba_proj_bias=false max_position_embeddings=4096 num_attention_heads=16 num_hidden_layers=76 num_key_value_heads=16 tie_word_embeddings=true use_mamba_kernels=true vocab_size=32000
-zamba2 head_dim>attention_head_dim layer_types>layers_block_type chunk_size=256 hidden_size=2560 intermediate_size=null layers_block_type=null mamba_d_conv=4 mamba_d_state=64 mamba_expand=2 mamba_ngroups=1 max_position_embeddings=4096 num_attention_heads=32 num_hidden_layers=54 num_key_value_heads=null tie_word_embeddings=true use_conv_bias=true use_mamba_kernels=true use_shared_attention_adapter=false vocab_size=32000
+zamba head_dim>attention_head_dim layer_types>layers_block_type attention_head_dim=null attention_hidden_size=null attn_layer_offset=4 attn_layer_period=6 hidden_size=3712 intermediate_size=14848 layers_block_type=null mamba_conv_bias=true mamba_d_conv=4 mamba_d_state=16 mamba_dt_rank="auto" mamba_expand=2 mamba_proj_bias=false max_position_embeddings=4096 n_mamba_heads=2 num_attention_heads=16 num_hidden_layers=76 num_key_value_heads=16 tie_word_embeddings=true use_mamba_kernels=true vocab_size=32000
+zamba2 head_dim>attention_head_dim layer_types>layers_block_type chunk_size=256 hidden_size=2560 intermediate_size=null layers_block_type=null mamba_d_conv=4 mamba_d_state=64 mamba_expand=2 mamba_ngroups=1 max_position_embeddings=4096 n_mamba_heads=8 num_attention_heads=32 num_hidden_layers=54 num_key_value_heads=null tie_word_embeddings=true use_conv_bias=true use_mamba_kernels=true use_shared_attention_adapter=false vocab_size=32000
 zaya head_dim=128 hidden_size=2048 layer_types=null max_position_embeddings=131072 moe_intermediate_size=2048 num_attention_heads=8 num_experts=16 num_hidden_layers=40 num_key_value_heads=2 sliding_window=null tie_word_embeddings=true vocab_size=262272
 """

@@ -179,8 +179,8 @@ def _text_section(root: Section) -> Section:
         part: Any = root.own
         for name in defaults.text_path.split("."):
             part = part.get(name) if isinstance(part, Mapping) else None
-        own = part if isinstance(part, Mapping) else {}
-        return Section(own, str(own.get("model_type") or defaults.text_type))
+        if isinstance(part, Mapping):
+            return Section(part, str(part.get("model_type") or defaults.text_type))
     for name in TEXT_PARTS:
         part = root.own.get(name)
         if isinstance(part, Mapping) and (
@@ -188,4 +188,4 @@ def _text_section(root: Section) -> Section:
         ):
             section = Section(part, str(part.get("model_type") or root.model_type))
             return _text_section(section) if name == "thinker_config" else section
-    return root
+    return root if defaults.text_path is None else Section({}, str(defaults.text_type))

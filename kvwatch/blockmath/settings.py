@@ -177,16 +177,11 @@ def resolve(
     derived = flags.max_model_len or DEFAULT_LENGTH if stated_length == math.inf else int(stated_length)
     auto = flags.max_model_len == AUTO_LENGTH and release.has_auto_length
     max_model_len = _max_model_len(config, flags, stated_length)
-    chunked = flags.enable_chunked_prefill
-    if chunked is None:
-        chunked = not (traits.encoder_decoder or traits.encoder_only)
-    caching = flags.enable_prefix_caching
-    if caching is None:
-        caching = not (traits.encoder_decoder or traits.encoder_only or traits.attention_free)
+    chunked, caching = _prefill_modes(traits, flags, device)
     batched, seqs = batch_limits(
         traits, flags, max_model_len, chunked=chunked, device=device, release=release
     )
-    asynchronous = _async_scheduling(traits, flags, release)
+    asynchronous = _async_scheduling(traits, flags, device=device, release=release)
     mode = _mamba_cache_mode(traits, flags, caching=caching)
     block_size = flags.block_size or (16 if device.kind == "cuda" else 128)
     speculative = flags.speculative_config or {}
@@ -207,7 +202,7 @@ def resolve(
         enable_prefix_caching=caching,
         enable_chunked_prefill=chunked,
         mamba_cache_mode=mode,
-        hybrid_manager=_hybrid_manager(traits, flags, device=device, release=release),
+        hybrid_manager=_hybrid_manager(traits, flags, release),
         tp=flags.tp,
         pp=flags.pp,
         dcp=flags.dcp,
@@ -215,6 +210,18 @@ def resolve(
         skip_layers=_skip_layers(config, traits, flags, cache),
         conv_state_dtype=_state_dtype(flags.mamba_cache_dtype) or dtype,
         ssm_state_dtype=_state_dtype(flags.mamba_ssm_cache_dtype),
+    )
+
+
+def _prefill_modes(traits: Traits, flags: Flags, device: Device) -> tuple[bool, bool]:
+    """Whether prompts are split over batches, and whether prefixes are cached."""
+    if device.kind == "cpu" and traits.mla:
+        return False, False
+    whole = traits.encoder_decoder or traits.encoder_only
+    chunked, caching = flags.enable_chunked_prefill, flags.enable_prefix_caching
+    return (
+        not whole if chunked is None else chunked,
+        not (whole or traits.attention_free) if caching is None else caching,
     )
 
 
@@ -436,7 +443,9 @@ def _batch_defaults(flags: Flags, device: Device, release: Release) -> tuple[int
     return 2048, 256
 
 
-def _async_scheduling(traits: Traits, flags: Flags, release: Release) -> bool:
+def _async_scheduling(traits: Traits, flags: Flags, *, device: Device, release: Release) -> bool:
+    if device.kind == "cpu":
+        return False
     if flags.async_scheduling is not None:
         return flags.async_scheduling
     if not release.async_scheduling_default or traits.pooling:
@@ -475,9 +484,9 @@ def _state_dtype(asked: str | None) -> str | None:
     return None if asked in (None, "auto") else DTYPE_NAMES.get(str(asked), asked)
 
 
-def _hybrid_manager(traits: Traits, flags: Flags, *, device: Device, release: Release) -> bool:
+def _hybrid_manager(traits: Traits, flags: Flags, release: Release) -> bool:
     if flags.disable_hybrid_kv_cache_manager or not release.hybrid_groups:
         return False
     if flags.disable_hybrid_kv_cache_manager is False:
         return True
-    return device.kind == "cuda" and not traits.chunked_attention
+    return not traits.chunked_attention

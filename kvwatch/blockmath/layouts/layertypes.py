@@ -58,6 +58,10 @@ def _all_sliding(text: Section, count: int) -> list[str]:
     return [SLIDING if window(text) else FULL] * count
 
 
+def _all_full(_: Section, count: int) -> list[str]:
+    return [FULL] * count
+
+
 def _full_every_fourth_from_the_end(_: Section, count: int) -> list[str]:
     return [SLIDING if (count - 1 - index) % 4 else FULL for index in range(count)]
 
@@ -84,6 +88,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "diffusion_gemma_text": _GEMMA4,
     "dots1": _from_some_layer_on,
     "embedding_gemma2_text": _GEMMA4,
+    "cohere_compass_text": _all_full,
     "exaone4": _last_of_every(4, field="sliding_window_pattern"),
     "exaone4_5_text": _last_of_every(4, field="sliding_window_pattern"),
     "exaone_moe": _last_of_every(4, field="sliding_window_pattern"),
@@ -95,6 +100,8 @@ RULES: Final[Mapping[str, Rule]] = {
     "gpt_oss": _last_of_every(2),
     "granite_swa": _first_of_every(4),
     "granitemoe_swa": _first_of_every(4),
+    "laguna": _all_full,
+    "mellum": _all_full,
     "mimo_v2_flash": _first_and_every_sixth,
     "ministral": _all_sliding,
     "muse_glimmer_text": _full_every_fourth_from_the_end,

@@ -159,6 +159,13 @@ def chatglm(context: Context) -> Layout:
     return layout_of([attention(context, heads, size)] * context.num_layers)
 
 
+def gpt_bigcode(context: Context) -> Layout:
+    """One KV head, unless ``multi_query`` is off."""
+    text = context.text
+    heads = 1 if text.get("multi_query") else total_heads(text)
+    return layout_of([attention(context, heads, head_size(text))] * context.num_layers)
+
+
 def every_head_by_its_parts(context: Context) -> Layout:
     """Latent projections that are expanded before caching: every head's K and V at full width."""
     text = context.text
@@ -193,4 +200,6 @@ def hrm(context: Context) -> Layout:
     """Stacks of layers that run several times, each pass with a cache of its own."""
     text = context.text
     passes = context.num_layers
+    if text.get("num_layers_per_stack") is None:
+        passes *= text.whole("H_cycles") * (text.whole("L_cycles") + 1)
     return layout_of([attention(context, total_heads(text), head_size(text))] * passes)
