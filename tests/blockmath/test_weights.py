@@ -144,8 +144,8 @@ def test_a_missing_field_is_named() -> None:
 def more_models() -> Mapping[str, Row]:
     """Further architectures, with what vLLM 0.32.0's classes allocate for them, built without memory.
 
-    A row holds a config.json without what weights do not depend on, and tensor-parallel size, pipeline-parallel
-    size, stage and bytes of each case.
+    A row holds a config.json, without what weights do not depend on, and of each case the tensor-parallel
+    size, pipeline-parallel size, stage and bytes.
     """
     with gzip.open(VECTORS / "weights_more.jsonl.gz", "rt") as lines:
         return {row["name"]: row for row in map(json.loads, lines)}
@@ -169,7 +169,6 @@ LEFT_OUT_MATTERS = {
     "tf__muse_glimmer": "the projector's width is worked out",
     "tf__olmo_hybrid": "layer_types is worked out",
     "tf__phi4_multimodal": "the encoder's final size is worked out",
-    "tf__siglip": "a section is missing altogether",
     "tf__zamba2": "the hybrid layers are worked out",
 }
 """Class defaults that a file cannot leave out here, with the reason."""

@@ -19,7 +19,7 @@ from kvwatch.blockmath.weights.layers import (
     row,
     size,
 )
-from kvwatch.blockmath.weights.parts import Linear, Model, Parts, Tensor
+from kvwatch.blockmath.weights.parts import Linear, Model, Parts, Tensor, section
 from kvwatch.blockmath.weights.shard import Shard
 from kvwatch.blockmath.weights.towers import Encoder, patch_embedding, patches
 
@@ -101,7 +101,7 @@ def whisper(_root: Section, f: Section, s: Shard) -> Model:
 
 def siglip_pair(root: Section, text: Section, s: Shard) -> Model:
     """SigLIP: a text encoder with a head, and a vision encoder with an attention pool."""
-    vision = Section(root.own.get("vision_config") or {}, "siglip_vision_model")
+    vision = section(root.own.get("vision_config") or {}, "siglip_vision_model")
     width, inner = hidden(text), text.whole("intermediate_size")
     text_layers = Encoder()(
         text, s, width=width, inner=inner, layers=text.whole("num_hidden_layers"), heads=heads(text)
@@ -115,6 +115,37 @@ def siglip_pair(root: Section, text: Section, s: Shard) -> Model:
         replicated("head", width, text.whole("projection_size", width), bias=True),
     )
     return Model(opening, [], closing, text_layers + _pooled_vision(vision, s), pipeline=False)
+
+
+def clip_pair(root: Section, text: Section, s: Shard) -> Model:
+    """CLIP: a text and a vision encoder, and a projection of each to the common space."""
+    vision = section(root.own.get("vision_config") or {}, "clip_vision_model")
+    width, seen, common = hidden(text), hidden(vision), root.whole("projection_dim")
+    stacks = tuple(
+        part
+        for f in (text, vision)
+        for part in Encoder()(
+            f,
+            s,
+            width=hidden(f),
+            inner=f.whole("intermediate_size"),
+            layers=f.whole("num_hidden_layers"),
+            heads=heads(f),
+        )
+    )
+    opening: Parts = (
+        Tensor("token_embedding", s.vocab(text.whole("vocab_size")) * width),
+        Tensor("position_embedding", s.vocab(text.whole("max_position_embeddings")) * width),
+        patch_embedding(vision, seen, bias=False),
+        Tensor("class_and_positions", (patches(vision) + 2) * seen),
+    )
+    closing: Parts = (
+        norm("final_layer_norm", width, bias=True),
+        norm("vision_norms", 2 * seen, bias=True),
+        replicated("text_projection", width, common),
+        replicated("visual_projection", seen, common),
+    )
+    return Model(opening, [], closing, stacks, pipeline=False)
 
 
 def _pooled_vision(f: Section, s: Shard) -> Parts:
@@ -150,6 +181,7 @@ ENCODERS: dict[str, Callable[[Section, Section, Shard], Model]] = {
     "XLMRobertaModel": Bert(),
     "CamembertModel": Bert(pooler=True),
     "Data2VecTextModel": Bert(pooler=True),
+    "CLIPModel": clip_pair,
     "ErnieModel": Bert(pooler=True),
     "ModernBertModel": modernbert,
     "WhisperForConditionalGeneration": whisper,
