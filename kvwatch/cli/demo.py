@@ -68,10 +68,11 @@ def run(args: argparse.Namespace) -> int:
             timer = threading.Timer(args.duration, daemon.stop)
             timer.daemon = True
             timer.start()
-        print(
-            f"page: http://{args.listen_address}/  metrics: http://{args.listen_address}/metrics", flush=True
-        )
-        return serve(monitor, daemon)
+        return serve(monitor, daemon, announce=_announce)
+
+
+def _announce(address: str) -> None:
+    print(f"page: http://{address}/  metrics: http://{address}/metrics", flush=True)
 
 
 class _Announcer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,8 @@ def _once(watched: Watched, textfile: Path | None) -> int:
     return 0
 
 
-def serve(monitor: Monitor, daemon: Daemon) -> int:
-    """Serve a daemon's cycles until SIGTERM or SIGINT."""
+def serve(monitor: Monitor, daemon: Daemon, *, announce: Callable[[str], None] | None = None) -> int:
+    """Serve a daemon's cycles until SIGTERM or SIGINT; `announce` gets each address that is listened on."""
     web = monitor.config.web
     try:
         server = ExporterServer(
@@ -114,6 +115,8 @@ def serve(monitor: Monitor, daemon: Daemon) -> int:
     server.start()
     for address in server.addresses:
         log.info("serving on %s", address)
+        if announce is not None:
+            announce(address)
     try:
         daemon.run(server.publish)
     finally:

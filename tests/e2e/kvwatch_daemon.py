@@ -21,7 +21,7 @@ CYCLE_SECONDS = 30.0
 FAST = "poll: {interval: 1s}\n"
 """A kvwatch.yaml with no server in it: discovery alone, at a pace fit for a test."""
 
-_ADDRESS = re.compile(r"(?:serving on |page: http://)([^\s/]+)")
+_ADDRESS = re.compile(r"(?:serving on |page: http://)([\w.]+:\d+)[/\n]")
 
 
 @dataclass(frozen=True, slots=True)
