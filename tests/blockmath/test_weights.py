@@ -301,6 +301,56 @@ def test_ignored_layers_keep_the_models_dtype(ignored: list[str]) -> None:
     assert weight_bytes(some, Flags()).bytes_per_rank[0] == all_layers + merged - scales
 
 
+PER_WEIGHT = {
+    "w8a8": ({"num_bits": 8, "type": "int", "strategy": "channel"}, {"num_bits": 8}, 1.0),
+    "w8a16": ({"num_bits": 8, "type": "int", "strategy": "channel"}, None, 1.0),
+    "fp8": ({"num_bits": 8, "type": "float", "strategy": "channel"}, {"num_bits": 8, "dynamic": True}, 1.0),
+    "fp8 blocks": (
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+        {"num_bits": 8, "dynamic": True},
+        1.0,
+    ),
+    "w4a16": ({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, None, 0.5 + 2 / 128),
+    "w4a16 with zeros": (
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": False},
+        None,
+        0.5 + 2.5 / 128,
+    ),
+    "nvfp4": ({"num_bits": 4, "type": "float", "group_size": 16}, {"num_bits": 4}, 0.5 + 1 / 16),
+    "mxfp4": ({"num_bits": 4, "type": "float", "group_size": 32}, {"num_bits": 4}, 0.5 + 1 / 32),
+}
+"""compressed-tensors groups: weights, activations, and the bytes that one weight takes with its scale."""
+
+
+@pytest.mark.parametrize("name", PER_WEIGHT)
+def test_compressed_tensors_store_weights_at_their_width(name: str) -> None:
+    weights, activations, per_weight = PER_WEIGHT[name]
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    described = {"quant_method": "compressed-tensors", "config_groups": {"a": group}, "ignore": ["lm_head"]}
+    stored = weight_bytes({**config(DENSE), "quantization_config": described}, Flags()).bytes_per_rank[0]
+    linear = rows_by_name()["known__Qwen2.5-7B-FP8-dynamic"][0]["by_dtype"]["float8_e4m3fn"]
+    plain = weight_bytes(config(DENSE), Flags()).bytes_per_rank[0] - 2 * linear
+    assert stored == pytest.approx(plain + per_weight * linear, rel=2e-3)
+
+
+def test_gpt_oss_20b_takes_what_a_real_server_logged() -> None:
+    model = {
+        **more_models()["tf__gpt_oss"]["config"],
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    assert weight_bytes(model, Flags()).bytes_per_rank[0] == pytest.approx(14.68e9, rel=1e-3)
+
+
+def test_gptq_rules_that_leave_layers_out_are_followed() -> None:
+    described = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    rules = {**described, "dynamic": {"-:.*mlp.*": {}, "+:.*attn.*": {"bits": 4}}}
+    every = weight_bytes({**config(DENSE), "quantization_config": described}, Flags()).bytes_per_rank[0]
+    some = weight_bytes({**config(DENSE), "quantization_config": rules}, Flags()).bytes_per_rank[0]
+    assert every < some < weight_bytes(config(DENSE), Flags()).bytes_per_rank[0]
+
+
 MODELS = sorted(name for name in rows_by_name() if name.startswith(("known__", "more__")))
 
 

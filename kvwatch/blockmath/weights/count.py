@@ -15,6 +15,7 @@ from kvwatch.blockmath.weights.schemes import Scheme, scheme_of
 from kvwatch.blockmath.weights.shard import WHOLE, Shard
 
 ITEMSIZE = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2, "int32": 4}
+PLAIN_RESIDENTS = "towers and other parts on every stage keep the model's dtype"
 UNNAMED_METHOD = "quantization_config names no quant_method: counted as unquantized, as vLLM reads it"
 
 
@@ -74,7 +75,7 @@ def weight_bytes(config: Mapping[str, Any], flags: Flags) -> Weights:
         basis="modelled" if scheme else "exact",
         quantization=scheme.name if scheme else None,
         mla_absorbed_bytes=_absorbed(model, flags.pp, itemsize),
-        assumptions=_assumptions(model_config, scheme),
+        assumptions=_assumptions(model_config, scheme, model),
     )
 
 
@@ -107,9 +108,9 @@ def _itemsize(flags: Flags) -> int:
     return ITEMSIZE[name]
 
 
-def _assumptions(config: ModelConfig, scheme: Scheme | None) -> tuple[str, ...]:
+def _assumptions(config: ModelConfig, scheme: Scheme | None, model: Model) -> tuple[str, ...]:
     if scheme is not None:
-        return (*scheme.assumptions, "towers keep the model's dtype")
+        return (*scheme.assumptions, PLAIN_RESIDENTS) if model.resident else scheme.assumptions
     described = config.root.get("quantization_config") or config.text.get("quantization_config")
     return (UNNAMED_METHOD,) if described else ()
 

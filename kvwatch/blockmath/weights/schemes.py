@@ -166,7 +166,8 @@ def _ignored(q: Mapping[str, Any]) -> list[str]:
         "llm_int8_skip_modules",
     ):
         names += q.get(key) or ()
-    return names
+    skipped = [f"re:{rule[2:]}" for rule in q.get("dynamic") or () if rule.startswith("-:")]
+    return names + skipped
 
 
 def _fp8(name: str, q: Mapping[str, Any]) -> Scheme:
@@ -241,6 +242,8 @@ def _group_format(group: Mapping[str, Any]) -> Format:
     bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
     inputs = group.get("input_activations") or {}
     size = weights.get("group_size")
+    if kind == "float" and bits == 4 and size == MXFP4.group:
+        return MXFP4
     if kind == "float" and bits == 4:
         return NVFP4 if inputs.get("num_bits") == 4 else NVFP4_WEIGHTS
     if kind == "float" and bits == 8:
@@ -278,6 +281,7 @@ METHODS: Mapping[str, Callable[[str, Mapping[str, Any]], Scheme]] = {
     "mxfp4": _mxfp4,
     "gpt_oss_mxfp4": _mxfp4,
     "compressed-tensors": _compressed,
+    "compressed_tensors": _compressed,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "modelopt_mixed": _modelopt,
