@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,6 +69,21 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchFile:
+    """The file that starts a server: systemd unit, compose file, Kubernetes manifest or shell script.
+
+    Attributes:
+        files: in order; further ones are compose override files, drop-ins or manifests.
+        service: of a compose file, or the name of a Kubernetes workload; None where only one serves.
+        container: of a Kubernetes pod; None where only one serves.
+    """
+
+    files: tuple[Path, ...]
+    service: str | None = None
+    container: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """One server named in the configuration; it adds to what discovery found, or overrides it.
 
@@ -77,6 +93,7 @@ class ServerConfig:
         flags: start-up flags that override the command line's.
         token_file: bearer token for ``/v1/models``.
         model_config: path of config.json, or of the folder that holds it.
+        launch: what starts it, where kvwatch cannot find that out.
     """
 
     url: str
@@ -87,6 +104,7 @@ class ServerConfig:
     ca_file: Path | None = None
     insecure_skip_verify: bool = False
     model_config: Path | None = None
+    launch: LaunchFile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +286,24 @@ def _server(section: Section, file: Callable[[object], Path]) -> ServerConfig:
             ca_file=section.value("ca_file", file, None),
             insecure_skip_verify=section.value("insecure_skip_verify", boolean, default=False),
             model_config=section.value("model_config", file, None),
+            launch=section.value("launch", partial(_launch, file), None),
         )
+
+
+_LAUNCH_FIELDS = frozenset({"file", "service", "container"})
+
+
+def _launch(file: Callable[[object], Path], value: object) -> LaunchFile:
+    """A path, or a mapping with ``file`` (one path or several), ``service`` and ``container``."""
+    given = value if isinstance(value, dict) else {"file": value}
+    if unknown := given.keys() - _LAUNCH_FIELDS:
+        raise ValueError(f"unknown field {min(map(str, unknown))} (file, service, container)")
+    named = given.get("file")
+    paths = named if isinstance(named, list) else [named]
+    if not paths or named is None:
+        raise ValueError("names no file")
+    texts = {key: plain_text(given[key]) for key in ("service", "container") if given.get(key) is not None}
+    return LaunchFile(tuple(file(path) for path in paths), **texts)
 
 
 def _plan(name: str, section: Section) -> Plan:
@@ -303,6 +338,7 @@ def as_mapping(config: Config) -> Mapping[str, Any]:
                 "name": server.name,
                 "gpus": list(server.gpus) if server.gpus else None,
                 "flags": server.flags.given(),
+                "launch": _launch_mapping(server.launch),
             }
             for server in config.servers
         ],
@@ -312,3 +348,13 @@ def as_mapping(config: Config) -> Mapping[str, Any]:
 
 def _rule_mapping(rule: Rule) -> dict[str, str]:
     return {name: value for name in Rule.__dataclass_fields__ if (value := getattr(rule, name)) is not None}
+
+
+def _launch_mapping(launch: LaunchFile | None) -> dict[str, Any] | None:
+    if launch is None:
+        return None
+    return {
+        "file": [str(path) for path in launch.files],
+        "service": launch.service,
+        "container": launch.container,
+    }

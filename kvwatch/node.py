@@ -11,7 +11,16 @@ from kvwatch.blockmath.errors import Unsupported
 from kvwatch.blockmath.releases import Release
 from kvwatch.config import Config
 from kvwatch.observe.cycle import Observation, ObservedServer, SourceStatus
-from kvwatch.observe.records import Failure, Gpu, GpuProcess, Launch, ModelConfig, Process, VllmRecord
+from kvwatch.observe.records import (
+    Failure,
+    Gpu,
+    GpuProcess,
+    Launch,
+    ModelConfig,
+    NextStart,
+    Process,
+    VllmRecord,
+)
 from kvwatch.ownership import Owner, Ownership, classify
 
 MAX_LABEL = 128
@@ -89,6 +98,7 @@ class ServerState:
         release: None where its version is not known.
         gpus: NVML indices in rank order, empty where unknown.
         up: its ``/metrics`` answered.
+        next_start: what it would be told if it started again; None where that was not looked for.
     """
 
     name: str
@@ -98,6 +108,7 @@ class ServerState:
     model_config: ModelConfig | Failure
     release: Release | None
     gpus: tuple[str, ...]
+    next_start: NextStart | Failure | None = None
 
     @property
     def up(self) -> bool:
@@ -168,6 +179,8 @@ def _failures(observation: Observation) -> Iterable[Failure]:
             yield from server.vllm.failures
         if isinstance(server.model, Failure):
             yield server.model
+        if isinstance(server.next_start, Failure):
+            yield server.next_start
 
 
 def _gpu_state(
@@ -255,6 +268,7 @@ def _server_state(server: ObservedServer, name: str, gpus: tuple[GpuState, ...])
         model_config=server.model,
         release=_release(page),
         gpus=_server_gpus(server, name, gpus),
+        next_start=server.next_start,
     )
 
 

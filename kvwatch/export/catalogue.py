@@ -124,6 +124,23 @@ FAMILIES: tuple[Family, ...] = (
         "server plan",
         "Largest max_model_len that would start now with the plan's other flags.",
     ),
+    # pending changes
+    _gauge(
+        "kvwatch_pending_change",
+        "server setting",
+        "1 for each setting that the next start has otherwise, as the files on disk stand.",
+    ),
+    _gauge(
+        "kvwatch_pending_feasible",
+        "server",
+        "1 where the next start would succeed as the files stand, 0 where not; absent where unknown or where"
+        " nothing is pending.",
+    ),
+    _gauge(
+        "kvwatch_pending_blocked",
+        "server check",
+        "1 for the first check that the next start would fail, else 0; absent like kvwatch_pending_feasible.",
+    ),
     _gauge(
         "kvwatch_forecast_unknown",
         "server forecast reason",

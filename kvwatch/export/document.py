@@ -8,6 +8,7 @@ from typing import Any
 from kvwatch import __version__
 from kvwatch.blockmath.startup import CheckResult, Verdict
 from kvwatch.export.cycle import Cycle
+from kvwatch.forecast.pending import PendingForecast
 from kvwatch.forecast.plans import PlanForecast
 from kvwatch.forecast.restart import RestartForecast, Unknown
 from kvwatch.headroom import headroom
@@ -33,7 +34,10 @@ def document(cycle: Cycle) -> dict[str, Any]:
         "time": snapshot.time,
         "gpus": [_gpu(state) for state in snapshot.gpus],
         "servers": [
-            _server(server, cycle.forecasts.restart[server.name], cycle.forecasts.plans[server.name])
+            {
+                **_server(server, cycle.forecasts.restart[server.name], cycle.forecasts.plans[server.name]),
+                "pending": _pending(cycle.forecasts.pending.get(server.name)),
+            }
             for server in snapshot.servers
         ],
         "sources": [
@@ -137,6 +141,20 @@ def _server(server: ServerState, restart: RestartForecast, plans: tuple[PlanFore
             }
             for plan in plans
         ],
+    }
+
+
+def _pending(forecast: PendingForecast | None) -> dict[str, Any] | None:
+    if forecast is None:
+        return None
+    return {
+        "source": forecast.source or None,
+        "files": list(forecast.files),
+        "changes": [
+            {"setting": change.setting, "running": change.running, "next": change.coming}
+            for change in forecast.changes
+        ],
+        **_verdict(forecast.verdict, forecast.unknown),
     }
 
 

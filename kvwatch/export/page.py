@@ -13,6 +13,7 @@ from kvwatch import __version__
 from kvwatch.blockmath.startup import CHECKS
 from kvwatch.export.catalogue import BY_NAME, FAMILIES
 from kvwatch.export.cycle import Cycle, SelfState
+from kvwatch.forecast.pending import PendingForecast
 from kvwatch.forecast.plans import PlanForecast
 from kvwatch.forecast.restart import RestartForecast
 from kvwatch.forecast.situation import CONFIGURATION
@@ -75,6 +76,8 @@ def build_page(cycle: Cycle, *, top: int) -> Page:
         _add_restart(page, restart)
         for plan in cycle.forecasts.plans[server.name]:
             _add_plan(page, plan)
+        if (pending := cycle.forecasts.pending.get(server.name)) is not None:
+            _add_pending(page, pending)
     _add_self(page, cycle.snapshot, cycle.own)
     return page
 
@@ -228,6 +231,21 @@ def _add_plan(page: Page, forecast: PlanForecast) -> None:
     for check, margin in margins.items():
         page.add("kvwatch_plan_margin_bytes", margin, **ids, check=check)
     page.add("kvwatch_plan_max_model_len_tokens", verdict.longest_length, **ids)
+
+
+def _add_pending(page: Page, forecast: PendingForecast) -> None:
+    name = forecast.server
+    for change in forecast.changes:
+        page.add("kvwatch_pending_change", 1, server=name, setting=change.setting)
+    if forecast.unknown is not None:
+        reason = forecast.unknown.reason
+        page.add("kvwatch_forecast_unknown", 1, server=name, forecast="pending", reason=reason)
+    if forecast.verdict is None:
+        return
+    page.add("kvwatch_pending_feasible", int(bool(forecast.feasible)), server=name)
+    blocking = forecast.verdict.blocking.check if forecast.verdict.blocking else None
+    for check in ALL_CHECKS:
+        page.add("kvwatch_pending_blocked", int(check == blocking), server=name, check=check)
 
 
 def _add_self(page: Page, snapshot: NodeSnapshot, own: SelfState) -> None:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvwatch.export.cycle import Cycle
+from kvwatch.forecast.pending import PendingForecast
 from kvwatch.forecast.restart import RestartForecast
 from kvwatch.headroom import headroom
 from kvwatch.node import GpuState, ServerState
@@ -52,6 +53,8 @@ def status_text(cycle: Cycle) -> str:
     for server in snapshot.servers:
         lines = list(_explanation(cycle.forecasts.restart[server.name]))
         lines.extend(_plan_lines(cycle, server.name))
+        if (pending := cycle.forecasts.pending.get(server.name)) is not None:
+            lines.extend(_pending_lines(pending))
         if lines:
             parts.append("\n".join([f"{server.name}:", *(_wrapped(line) for line in lines)]))
     down = [source for source in snapshot.sources if not source.up]
@@ -156,3 +159,21 @@ def _plan_lines(cycle: Cycle, server: str) -> Iterator[str]:
             reason = CHECK_TEXT.get(blocking.check, blocking.check) if blocking else "?"
             longest = plan.verdict.longest_length
             yield f"plan {plan.plan.name}: would fail: {reason}" + (f"; longest {longest}" if longest else "")
+
+
+def _pending_lines(pending: PendingForecast) -> Iterator[str]:
+    for change in pending.changes:
+        running, coming = (value or "not given" for value in (change.running, change.coming))
+        yield f"pending: {change.setting}: {running} -> {coming}"
+    if pending.unknown is not None:
+        yield f"next start unknown ({pending.unknown.reason}): {pending.unknown.detail}"
+    verdict = pending.verdict
+    if verdict is None:
+        return
+    if verdict.feasible:
+        yield "the next start would succeed with these changes"
+    elif verdict.blocking is not None:
+        blocking = verdict.blocking
+        yield f"the next start would fail: {CHECK_TEXT.get(blocking.check, blocking.check)}"
+        if verdict.message:
+            yield f"vLLM would say: {verdict.message}"

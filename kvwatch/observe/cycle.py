@@ -14,6 +14,7 @@ from kvwatch.observe.records import (
     Failure,
     Launch,
     ModelConfig,
+    NextStart,
     NvmlRecord,
     Process,
     ProcessRecord,
@@ -60,6 +61,15 @@ class Sources(Protocol):
     ) -> ModelConfig | Failure:
         """The config.json of a server's model; called for several servers at once."""
 
+    def read_next_start(
+        self,
+        launch: Launch,
+        process: Process | None,
+        served_root: str | None,
+        settings: ServerConfig | None,
+    ) -> NextStart | Failure:
+        """What the server would be told if it started again now; called for several servers at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class ObservedServer:
@@ -68,6 +78,7 @@ class ObservedServer:
     Attributes:
         settings: its entry under ``servers`` in kvwatch.yaml, None where there is none.
         members: pids of its process tree, empty where its processes cannot be seen.
+        next_start: None where it was not looked for.
     """
 
     launch: Launch
@@ -75,6 +86,7 @@ class ObservedServer:
     members: frozenset[int]
     vllm: VllmRecord | Failure
     model: ModelConfig | Failure
+    next_start: NextStart | Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +140,7 @@ class _Server:
     reader: VllmReader
     vllm: Guarded[VllmRecord | Failure] = field(default_factory=lambda: Guarded("vllm"))
     model: Guarded[ModelConfig | Failure] = field(default_factory=lambda: Guarded("models"))
+    next_start: Guarded[NextStart | Failure] = field(default_factory=lambda: Guarded("launch"))
 
 
 class Observer:
@@ -212,21 +225,35 @@ class Observer:
             for key in keys
         }
         models = {key: self._start_model(key, one, pages[key]) for key, one in keys.items()}
+        next_starts = {key: self._start_next_start(key, one, pages[key]) for key, one in keys.items()}
         return tuple(
-            ObservedServer(one.launch, one.settings, one.members, pages[key], models[key]())
+            ObservedServer(
+                one.launch, one.settings, one.members, pages[key], models[key](), next_starts[key]()
+            )
             for key, one in keys.items()
         )
 
     def _start_model(
         self, key: str, one: _Found, page: VllmRecord | Failure
     ) -> Callable[[], ModelConfig | Failure]:
-        root = page.models[0].root if isinstance(page, VllmRecord) and page.models else None
-        read = partial(self._sources.read_model, one.launch, one.process, root, one.settings)
+        read = partial(self._sources.read_model, one.launch, one.process, _served_root(page), one.settings)
         server = self._servers.get(key)
-        if server is None:
-            return read
-        server.model.start(read)
-        return lambda: server.model.result(self._config.poll.processes_timeout)
+        return read if server is None else self._begun(server.model, read)
+
+    def _start_next_start(
+        self, key: str, one: _Found, page: VllmRecord | Failure
+    ) -> Callable[[], NextStart | Failure]:
+        root = _served_root(page)
+        read = partial(self._sources.read_next_start, one.launch, one.process, root, one.settings)
+        server = self._servers.get(key)
+        return read if server is None else self._begun(server.next_start, read)
+
+    def _begun(
+        self, guard: Guarded[T | Failure], read: Callable[[], T | Failure]
+    ) -> Callable[[], T | Failure]:
+        """Begin a reading of files; what is returned waits for it."""
+        guard.start(read)
+        return lambda: guard.result(self._config.poll.processes_timeout)
 
     def _joint_status(self, name: str, begun: float, results: list[T | Failure]) -> SourceStatus:
         """Up where every server answered."""
@@ -248,6 +275,10 @@ class _Found:
     settings: ServerConfig | None
     members: frozenset[int]
     process: Process | None = None
+
+
+def _served_root(page: VllmRecord | Failure) -> str | None:
+    return page.models[0].root if isinstance(page, VllmRecord) and page.models else None
 
 
 def _key(one: _Found) -> str:

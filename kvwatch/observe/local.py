@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvwatch.config import Poll, ServerConfig
 from kvwatch.observe.launch import LaunchSource, server_members
-from kvwatch.observe.models import ModelSource
+from kvwatch.observe.models import ModelSource, placed
+from kvwatch.observe.nextstart import NextStartSource
 from kvwatch.observe.nvml import NvmlSource
 from kvwatch.observe.processes import ProcessSource
 from kvwatch.observe.records import (
     Failure,
     Launch,
     ModelConfig,
+    NextStart,
     NvmlRecord,
     Process,
     ProcessRecord,
@@ -29,6 +29,7 @@ class LocalSources:
         self._processes = ProcessSource()
         self._launches = LaunchSource()
         self._models: dict[str | None, ModelSource] = {}
+        self._next_starts: dict[str | None, NextStartSource] = {}
 
     def read_nvml(self) -> NvmlRecord | Failure:
         """All GPUs and the processes on them."""
@@ -71,8 +72,16 @@ class LocalSources:
         """The config.json of a server's model: as configured, else as the server was told."""
         # One source per server: a source serves one thread, and one model on a dead NFS mount may hang.
         source = self._models.setdefault(launch.base_url, ModelSource())
-        configured = settings.model_config if settings is not None else None
-        if configured is None:
-            return source.read(launch, served_root, process)
-        folder = configured.parent if configured.is_file() else configured
-        return source.read(replace(launch, model=str(folder.absolute()), pid=None))
+        told = placed(launch, settings)
+        return source.read(told, served_root if told is launch else None, process if told is launch else None)
+
+    def read_next_start(
+        self,
+        launch: Launch,
+        process: Process | None,
+        served_root: str | None,
+        settings: ServerConfig | None,
+    ) -> NextStart | Failure:
+        """What the server would be told if it started again now."""
+        source = self._next_starts.setdefault(launch.base_url, NextStartSource())
+        return source.read(launch, process, served_root, settings)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvwatch.config import ServerConfig
 from kvwatch.observe.procfs import PROC, error_reason, process_root, read_regular_file, resolve_in_root
 from kvwatch.observe.records import Failure, Launch, ModelConfig, Process
 
@@ -91,6 +92,15 @@ class ModelSource:
                 str(path), config, status.st_mtime_ns, _weight_bytes(view, weights)
             )
         return self._read[stamp]
+
+
+def placed(launch: Launch, settings: ServerConfig | None) -> Launch:
+    """What a server was told, with its model where the configuration says that the files are."""
+    configured = settings.model_config if settings is not None else None
+    if configured is None:
+        return launch
+    folder = configured.parent if configured.is_file() else configured
+    return replace(launch, model=str(folder.absolute()), pid=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,3 +267,36 @@ class ModelConfig:
     config: Mapping[str, Any] = field(repr=False)
     mtime_ns: int
     weight_bytes: int | None = None
+
+
+# --- the next start -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NextStart:
+    """What a server would be told if it were started again now, as the files on disk stand.
+
+    Attributes:
+        source: ``command_line`` where nothing else is known to start it, else ``systemd``, ``compose``,
+            ``kubernetes`` or ``script``.
+        files: the files it was read from, for people.
+        flags: as `Launch.flags`.
+        environment: of the variables that bear on start-up those that the source sets.
+        whole_environment: the server gets no such variable from anywhere else.
+        version: release that would run, as installed on disk or named by the image; None where not found.
+        model: the model that would be loaded.
+        first_model: the running server's, as it was when kvwatch first saw that server.
+        unknown_flags: as `Launch.unknown_flags`.
+        failures: what could not be read; the rest holds.
+    """
+
+    source: str
+    files: tuple[str, ...]
+    flags: Flags
+    environment: Mapping[str, str] = field(default_factory=dict)
+    whole_environment: bool = False
+    version: str | None = None
+    model: ModelConfig | Failure | None = None
+    first_model: ModelConfig | None = None
+    unknown_flags: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()

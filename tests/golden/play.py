@@ -23,6 +23,7 @@ from kvwatch.observe.records import (
     Failure,
     Launch,
     ModelConfig,
+    NextStart,
     NvmlRecord,
     Process,
     ProcessRecord,
@@ -83,6 +84,15 @@ class Sources:
         settings: ServerConfig | None,
     ) -> ModelConfig | Failure:
         return self._server(launch.base_url).model
+
+    def read_next_start(
+        self,
+        launch: Launch,
+        process: Process | None,
+        served_root: str | None,
+        settings: ServerConfig | None,
+    ) -> NextStart | Failure:
+        return NextStart("command_line", (), launch.flags)
 
     def close(self) -> None:
         self._nvml.close()

@@ -12,6 +12,7 @@ from kvwatch.observe.records import (
     Failure,
     Launch,
     ModelConfig,
+    NextStart,
     NvmlRecord,
     Process,
     ProcessRecord,
@@ -74,6 +75,15 @@ class FakeSources:
     ) -> ModelConfig | Failure:
         self.asked_models.append(served_root)
         return ModelConfig("/m/config.json", LLAMA_8B, 1)
+
+    def read_next_start(
+        self,
+        launch: Launch,
+        process: Process | None,
+        served_root: str | None,
+        settings: ServerConfig | None,
+    ) -> NextStart | Failure:
+        return NextStart("command_line", (), launch.flags)
 
 
 @pytest.fixture
