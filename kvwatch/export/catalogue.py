@@ -80,6 +80,12 @@ FAMILIES: tuple[Family, ...] = (
         "server engine",
         "Requests of full length that the whole pool holds.",
     ),
+    _gauge("kvwatch_requests_waiting", "server engine", "Requests that wait for room or for their turn."),
+    _counter(
+        "kvwatch_preemptions_total",
+        "server engine",
+        "Running requests that lost their blocks to others, as the server counts them.",
+    ),
     _gauge("kvwatch_max_model_len_tokens", "server", "Longest request that the running server accepts."),
     _gauge(
         "kvwatch_server_non_kv_bytes",

@@ -180,6 +180,8 @@ def _add_engine(page: Page, server: ServerState, engine: Engine, room: Headroom)
     page.add("kvwatch_kv_headroom_tokens", room.free_tokens, **ids)
     page.add("kvwatch_kv_headroom_requests", room.free_requests, **ids)
     page.add("kvwatch_kv_cache_max_concurrency", room.max_concurrency, **ids)
+    page.add("kvwatch_requests_waiting", engine.waiting, **ids)
+    page.add("kvwatch_preemptions_total", engine.preemptions, **ids)
 
 
 def _add_restart(page: Page, forecast: RestartForecast) -> None:
