@@ -12,10 +12,12 @@ from kvwatch.blockmath.errors import Refused, Unsupported
 from kvwatch.blockmath.flags import Flags
 from kvwatch.blockmath.pool import Pool, plan_pool
 from kvwatch.blockmath.releases import Release
-from kvwatch.blockmath.startup import CheckResult, RankMemory, Verdict, judge
+from kvwatch.blockmath.startup import CheckResult, RankMemory, Verdict, judge, requested_bytes
 from kvwatch.config import Restart
+from kvwatch.forecast.wake import reserved_for_sleepers
 from kvwatch.node import NodeSnapshot, ServerState
-from kvwatch.observe.records import Engine, Failure, VllmRecord
+from kvwatch.observe.records import Engine, Failure, GpuMemory, VllmRecord
+from kvwatch.units import bytes_text
 
 CONFIGURATION = "configuration"
 """Name of the check that fails when vLLM refuses the flags themselves (heads, block size)."""
@@ -58,6 +60,7 @@ class RankSite:
         total: as CUDA will report it.
         free_next: what a start finds free once this server's own memory is back; None where unknown.
         non_kv: weights, activations, graphs and the rest beside the KV cache; None where unknown.
+        own: what the server's processes hold there now; None where unknown.
     """
 
     gpu: str
@@ -65,6 +68,7 @@ class RankSite:
     total: int
     free_next: int | None
     non_kv: int | None
+    own: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,7 @@ def situation(server: ServerState, snapshot: NodeSnapshot, settings: Restart) ->
         effective_block_size=None if flags.block_size else engines[0].block_size,
     )
     _check_against_server(pool, server, engines)
-    sites = _sites(server, snapshot, flags, pool, engines, settings)
+    sites = _sites(server, snapshot, flags, pool, engines, settings, release)
     if any(site.free_next is None for site in sites):
         raise Unsupported("own_memory_unknown", "the memory that the server itself holds cannot be read")
     return Situation(
@@ -180,7 +184,15 @@ def situation(server: ServerState, snapshot: NodeSnapshot, settings: Restart) ->
         sites=sites,
         effective_block_size=engines[0].block_size,
         basis="measured",
-        assumptions=assumptions,
+        assumptions=assumptions + _sleeper_assumptions(server, snapshot),
+    )
+
+
+def _sleeper_assumptions(server: ServerState, snapshot: NodeSnapshot) -> tuple[str, ...]:
+    return tuple(
+        f"{bytes_text(wanted)} on GPU {gpu} kept free for {name}, which sleeps"
+        for (name, gpu), wanted in reserved_for_sleepers(snapshot).items()
+        if name != server.name and gpu in server.gpus and wanted
     )
 
 
@@ -233,7 +245,7 @@ def _device(server: ServerState, snapshot: NodeSnapshot) -> Device:
     if state is None or state.gpu.memory is None:
         raise Unsupported("gpu_memory_unknown", f"GPU {server.gpus[0]} does not tell its memory")
     memory = state.gpu.memory
-    return Device(state.gpu.name, memory.total - (memory.reserved or 0), state.gpu.capability)
+    return Device(state.gpu.name, _cuda_total(memory), state.gpu.capability)
 
 
 def _check_against_server(pool: Pool, server: ServerState, engines: tuple[Engine, ...]) -> None:
@@ -265,6 +277,7 @@ def _sites(
     pool: Pool,
     engines: tuple[Engine, ...],
     settings: Restart,
+    release: Release,
 ) -> tuple[RankSite, ...]:
     per_engine = flags.tp * flags.pp
     expected = per_engine * len(engines)
@@ -273,55 +286,52 @@ def _sites(
             "ranks_mismatch",
             f"the server has {expected} ranks, memory of it was seen on {len(server.gpus)} GPUs",
         )
-    return tuple(
-        _site(
-            server,
-            snapshot,
-            index,
-            flags,
-            pool,
-            rank % per_engine // flags.tp,
-            engines[rank // per_engine],
-            settings,
+    start_cost = settings.cuda_context + (settings.nccl if per_engine > 1 else 0)
+    reserved = reserved_for_sleepers(snapshot)
+    sites = []
+    for rank, index in enumerate(server.gpus):
+        state = snapshot.gpu(index)
+        if state is None or state.gpu.memory is None:
+            raise Unsupported("gpu_memory_unknown", f"GPU {index} does not tell its memory")
+        stage = rank % per_engine // flags.tp
+        total, own = _cuda_total(state.gpu.memory), state.held_by_server(server.name)
+        kept = start_cost + sum(
+            wanted for (name, gpu), wanted in reserved.items() if gpu == index and name != server.name
         )
-        for rank, index in enumerate(server.gpus)
-    )
+        sites.append(
+            RankSite(
+                gpu=index,
+                stage=stage,
+                total=total,
+                free_next=None if own is None else state.gpu.memory.free + own - kept,
+                non_kv=_non_kv(total, own, pool.bytes_per_block[stage], engines[rank // per_engine], release),
+                own=own,
+            )
+        )
+    return tuple(sites)
 
 
-def _site(
-    server: ServerState,
-    snapshot: NodeSnapshot,
-    index: str,
-    flags: Flags,
-    pool: Pool,
-    stage: int,
-    engine: Engine,
-    settings: Restart,
-) -> RankSite:
-    state = snapshot.gpu(index)
-    if state is None or state.gpu.memory is None:
-        raise Unsupported("gpu_memory_unknown", f"GPU {index} does not tell its memory")
-    memory = state.gpu.memory
-    total = memory.total - (memory.reserved or 0)
-    own = state.held_by_server(server.name)
-    free_next = None
-    if own is not None:
-        start_cost = settings.cuda_context + (settings.nccl if flags.tp * flags.pp > 1 else 0)
-        free_next = memory.free + own - start_cost
-    return RankSite(index, stage, total, free_next, _non_kv(total, own, pool.bytes_per_block[stage], engine))
+def _cuda_total(memory: GpuMemory) -> int:
+    """What CUDA calls total, to within some hundred MiB."""
+    return memory.total - (memory.reserved or 0)
 
 
-def _non_kv(total: int, own: int | None, bytes_per_block: int, engine: Engine) -> int | None:
+def _non_kv(
+    total: int, own: int | None, bytes_per_block: int, engine: Engine, release: Release
+) -> int | None:
     """Bytes beside the KV cache, to within a block.
 
-    What the budget left after the pool. Where the pool's size was told outright (``--kv-cache-memory-bytes``,
-    ``--num-gpu-blocks-override``) the budget says nothing; what the processes hold beside the pool stands in.
+    What the budget left after the pool. Where the budget does not tell, what the processes hold beside the
+    pool stands in: the pool's size was told outright (``--kv-cache-memory-bytes``,
+    ``--num-gpu-blocks-override``), or the release counted others' memory of that time, which nobody knows any
+    more, as the server's own.
     """
     if engine.num_blocks is None:
         return None
     pool_bytes = engine.num_blocks * bytes_per_block
-    if engine.kv_cache_memory_bytes or engine.num_blocks_override:
+    told_outright = engine.kv_cache_memory_bytes or engine.num_blocks_override
+    if told_outright or release.foreign_counts_as_non_torch:
         return None if own is None else max(0, own - pool_bytes)
     if engine.gpu_memory_utilization is None:
         return None
-    return max(0, math.ceil(total * engine.gpu_memory_utilization) - pool_bytes)
+    return max(0, requested_bytes(total, engine.gpu_memory_utilization, release) - pool_bytes)

@@ -1,0 +1,121 @@
+"""What is remembered from cycle to cycle: margins, free KV share, and what others hold."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvwatch.forecast.restart import RestartForecast
+from kvwatch.forecast.trend import Series, Trend
+from kvwatch.node import NodeSnapshot, ServerState
+from kvwatch.observe.records import VllmRecord
+
+RECENT_CYCLES = 8
+UNSTABLE_BYTES = 64 * 2**20
+"""Others' memory that moves by more than this within the last cycles can abort vLLM's profiling."""
+
+_Key = tuple[str, float | None, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Where one server's margins are heading.
+
+    Attributes:
+        margin: the fall of the margin that is used up first; None where none falls steadily.
+        kv_full_at: Unix time by engine at which the KV cache is full, where it fills steadily.
+        unstable_gpus: cards on which other processes' memory moves.
+    """
+
+    margin: Trend | None
+    kv_full_at: dict[str, float]
+    unstable_gpus: tuple[str, ...]
+
+
+class History:
+    """Series per server and card, fed once per cycle. A restarted server begins anew."""
+
+    def __init__(self) -> None:
+        self._margins: dict[_Key, Series] = {}
+        self._free: dict[_Key, Series] = {}
+        self._others: dict[_Key, deque[int]] = {}
+
+    def add(self, snapshot: NodeSnapshot, forecasts: dict[str, RestartForecast]) -> None:
+        """Remember one cycle and forget servers that are gone."""
+        seen: set[_Key] = set()
+        for server in snapshot.servers:
+            for gpu, margin in _tightest_margins(forecasts[server.name]):
+                key = _key(server, gpu)
+                seen.add(key)
+                self._margins.setdefault(key, Series()).add(snapshot.time, margin)
+            for engine, share in _free_shares(server):
+                key = _key(server, engine)
+                seen.add(key)
+                self._free.setdefault(key, Series()).add(snapshot.time, share)
+            for gpu, held in _held_by_others(server, snapshot):
+                key = _key(server, gpu)
+                seen.add(key)
+                self._others.setdefault(key, deque(maxlen=RECENT_CYCLES)).append(held)
+        alive = {_identity(server) for server in snapshot.servers}
+        for store in (self._margins, self._free, self._others):
+            for key in [key for key in store if key[:2] not in alive]:
+                del store[key]
+
+    def outlook(self, server: ServerState) -> Outlook:
+        """What the series of one server say."""
+        identity = _identity(server)
+        margins = [
+            trend
+            for key, series in self._margins.items()
+            if key[:2] == identity and (trend := series.trend()) is not None
+        ]
+        return Outlook(
+            margin=min(margins, key=lambda trend: trend.zero_at, default=None),
+            kv_full_at={
+                key[2]: trend.zero_at
+                for key, series in self._free.items()
+                if key[:2] == identity and (trend := series.trend()) is not None
+            },
+            unstable_gpus=tuple(
+                key[2]
+                for key, held in self._others.items()
+                if key[:2] == identity and max(held) - min(held) > UNSTABLE_BYTES
+            ),
+        )
+
+
+def _identity(server: ServerState) -> tuple[str, float | None]:
+    return server.name, server.launch.start_time
+
+
+def _key(server: ServerState, part: str) -> _Key:
+    return (*_identity(server), part)
+
+
+def _tightest_margins(forecast: RestartForecast) -> Iterator[tuple[str, float]]:
+    """The smallest margin per card."""
+    if forecast.verdict is None:
+        return
+    tightest: dict[str, int] = {}
+    for result in forecast.verdict.checks:
+        if result.gpu is not None and result.margin_bytes is not None:
+            tightest[result.gpu] = min(result.margin_bytes, tightest.get(result.gpu, result.margin_bytes))
+    yield from tightest.items()
+
+
+def _free_shares(server: ServerState) -> Iterator[tuple[str, float]]:
+    if isinstance(server.page, VllmRecord):
+        for engine in server.page.engines:
+            if engine.usage is not None:
+                yield engine.engine, 1 - engine.usage
+
+
+def _held_by_others(server: ServerState, snapshot: NodeSnapshot) -> Iterator[tuple[str, int]]:
+    for index in server.gpus:
+        state = snapshot.gpu(index)
+        if state is None or state.gpu.memory is None:
+            continue
+        own = state.held_by_server(server.name)
+        if own is not None:
+            yield index, state.gpu.memory.used - own

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+
+from kvwatch.config import GIB, Config
+from kvwatch.forecast.history import History
+from kvwatch.forecast.restart import forecast_restart
+from kvwatch.node import join
+from tests.nodes import NOW, process, serving_node
+
+NOTEBOOK = process(900, "ipykernel_launcher", user="dana")
+
+
+class Watched:
+    """A history fed with a node on which a notebook holds so much at each minute."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.minute = 0
+
+    def play(self, *held: int, **node: object) -> None:
+        from dataclasses import replace
+
+        for size in held:
+            seen = replace(serving_node((NOTEBOOK, size), own=70 * GIB, **node), time=NOW + self.minute * 60)
+            self.snapshot = join(seen, Config())
+            restart = {
+                one.name: forecast_restart(one, self.snapshot, Config()) for one in self.snapshot.servers
+            }
+            self.history.add(self.snapshot, restart)
+            self.minute += 1
+
+    @property
+    def outlook(self):  # type: ignore[no-untyped-def]
+        return self.history.outlook(self.snapshot.servers[0])
+
+
+def test_a_leaking_notebook_gives_a_time() -> None:
+    watched = Watched()
+    watched.play(*(GIB + minute * GIB // 20 for minute in range(70)))
+    trend = watched.outlook.margin
+    assert trend is not None
+    assert trend.slope == pytest.approx(-GIB / 20 / 60, rel=0.01)
+    assert NOW + 70 * 60 <= trend.zero_at <= NOW + 140 * 60
+
+
+def test_a_notebook_at_rest_gives_none() -> None:
+    watched = Watched()
+    watched.play(*[2 * GIB] * 60)
+    assert watched.outlook.margin is None
+    assert watched.outlook.unstable_gpus == ()
+
+
+def test_a_filling_cache_gives_a_time() -> None:
+    watched = Watched()
+    for minute in range(50):
+        watched.play(GIB, usage=0.3 + minute * 0.01)
+    assert watched.outlook.kv_full_at["0"] == pytest.approx(NOW + 70 * 60, abs=300)
+
+
+def test_memory_that_moves_is_unstable_until_it_rests() -> None:
+    watched = Watched()
+    watched.play(GIB, 2 * GIB)
+    assert watched.outlook.unstable_gpus == ("0",)
+    watched.play(*[2 * GIB] * 8)
+    assert watched.outlook.unstable_gpus == ()
+
+
+def test_a_server_that_is_gone_is_forgotten() -> None:
+    watched = Watched()
+    watched.play(*(GIB + minute * GIB // 20 for minute in range(70)))
+    gone = join(serving_node(), Config())
+    empty = type(gone)(time=NOW + 71 * 60, gpus=gone.gpus, servers=(), sources=())
+    watched.history.add(empty, {})
+    assert watched.outlook.margin is None

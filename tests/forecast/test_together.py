@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvwatch.blockmath.flags import Flags
+from kvwatch.config import GIB, Config
+from kvwatch.forecast.restart import forecast_restart
+from kvwatch.forecast.together import TogetherForecast, forecast_together
+from kvwatch.node import join
+from tests.nodes import PARENT, gpu, observation, process, server, serving_node
+
+
+def two_on_one_card(first: float, second: float) -> dict[str, TogetherForecast | None]:
+    """Two servers that share a card, each within its utilization."""
+    big = server(
+        flags=Flags(gpu_memory_utilization=first, max_model_len=32768),
+        gpu_memory_utilization=first,
+        num_blocks=6000,
+    )
+    small = replace(
+        server(
+            port=8001,
+            name="small",
+            pid=300,
+            flags=Flags(gpu_memory_utilization=second, max_model_len=32768),
+            gpu_memory_utilization=second,
+            num_blocks=6000,
+        ),
+        members=frozenset({301}),
+    )
+    held = {PARENT + 1: int(first * 79 * GIB), 301: int(min(second, 1 - first) * 77 * GIB)}
+    processes = (process(PARENT + 1, "VLLM::EngineCore"), process(301, "VLLM::EngineCore"))
+    snapshot = join(observation((gpu(held),), processes, (big, small)), Config())
+    restart = {one.name: forecast_restart(one, snapshot, Config()) for one in snapshot.servers}
+    return {name: forecast_together(name, restart) for name in restart}
+
+
+def test_both_come_back_where_both_budgets_fit() -> None:
+    found = two_on_one_card(0.45, 0.45)
+    for name, other in (("llama", "small"), ("small", "llama")):
+        together = found[name]
+        assert together is not None
+        assert together.sharing == (other,)
+        assert together.first.feasible is True
+        assert together.last.feasible is True
+        assert together.overcommitted == {}
+
+
+def test_the_last_one_does_not_come_back_where_the_budgets_exceed_the_card() -> None:
+    found = two_on_one_card(0.6, 0.5)
+    for together in found.values():
+        assert together is not None
+        assert together.first.feasible is True
+        assert together.last.feasible is False
+        assert together.last.blocking is not None
+        assert together.last.blocking.check == "free_memory"
+        assert together.overcommitted == {"0": pytest.approx(1.1)}
+
+
+def test_a_server_alone_on_its_card_has_nobody_to_wait_for() -> None:
+    snapshot = join(serving_node(), Config())
+    restart = {"llama": forecast_restart(snapshot.servers[0], snapshot, Config())}
+    assert forecast_together("llama", restart) is None
