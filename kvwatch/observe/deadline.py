@@ -26,7 +26,7 @@ class Guarded(Generic[T]):
     """Runs one call at a time on a daemon thread and waits for it no longer than it is told.
 
     A call that does not return keeps its thread, is reported as ``stuck`` from then on, and no second thread
-    is started beside it. Once it does return its answer is thrown away, since it describes a moment long gone.
+    is started beside it. Once it does return its answer is thrown away: it describes a moment long gone.
     """
 
     def __init__(self, source: str) -> None:
