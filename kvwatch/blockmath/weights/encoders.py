@@ -33,22 +33,31 @@ class Bert:
 
     Attributes:
         pooler: the class has a pooling layer.
+        final_norm: a norm closes the stack.
+        narrow: embeddings are ``embedding_size`` wide, with a projection where that is not the model's width.
     """
 
     pooler: bool = False
+    final_norm: bool = False
+    narrow: bool = False
 
     def __call__(self, _root: Section, f: Section, s: Shard) -> Model:
         width = hidden(f)
+        wide = f.whole("embedding_size", width) if self.narrow else width
         types = f.whole("type_vocab_size", 0)
         embeddings: Parts = (
-            Tensor("word_embeddings", s.vocab(f.whole("vocab_size")) * width),
-            Tensor("position_embeddings", f.whole("max_position_embeddings") * width),
-            Tensor("token_type_embeddings", s.vocab(types) * width if types else 0),
-            norm("LayerNorm", width, bias=True),
+            Tensor("word_embeddings", s.vocab(f.whole("vocab_size")) * wide),
+            Tensor("position_embeddings", f.whole("max_position_embeddings") * wide),
+            Tensor("token_type_embeddings", s.vocab(types) * wide if types else 0),
+            norm("LayerNorm", wide, bias=True),
         )
+        if wide != width:
+            embeddings += (replicated("embeddings_project", wide, width, bias=True),)
         layer = BIASED(f, s) + PLAIN_MLP(f, s) + Norms(bias=True)(f, s)
-        pooler = (replicated("pooler.dense", width, width, bias=True),) if self.pooler else ()
-        return Model(embeddings, [layer] * f.whole("num_hidden_layers"), pooler, pipeline=False)
+        closing: Parts = (norm("final_norm", width, bias=True),) if self.final_norm else ()
+        if self.pooler:
+            closing += (replicated("pooler.dense", width, width, bias=True),)
+        return Model(embeddings, [layer] * f.whole("num_hidden_layers"), closing, pipeline=False)
 
 
 def modernbert(_root: Section, f: Section, s: Shard) -> Model:
@@ -182,9 +191,11 @@ ENCODERS: dict[str, Callable[[Section, Section, Shard], Model]] = {
     "CamembertModel": Bert(pooler=True),
     "Data2VecTextModel": Bert(pooler=True),
     "CLIPModel": clip_pair,
+    "ElectraModel": Bert(narrow=True),
     "ErnieModel": Bert(pooler=True),
     "ModernBertModel": modernbert,
     "WhisperForConditionalGeneration": whisper,
+    "RobertaPreLayerNormModel": Bert(pooler=True, final_norm=True),
     "SiglipModel": siglip_pair,
     "HrmTextForCausalLM": hrm_text,
 }

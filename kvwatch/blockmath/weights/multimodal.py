@@ -257,6 +257,13 @@ MULTIMODAL = {
         "Phi3ForCausalLM",
         layer_prefix="model.layers",
     ),
+    "Qwen3OmniMoeForConditionalGeneration": Composite(
+        (
+            Tower("thinker_config.audio_config", "qwen3_omni_moe_audio_encoder", qwen3_asr),
+            Tower("thinker_config.vision_config", "qwen3_omni_moe_vision_encoder", qwen3_vl),
+        ),
+        "Qwen3MoeForCausalLM",
+    ),
     "Qwen3ASRForConditionalGeneration": Composite(
         (Tower("thinker_config.audio_config", "qwen3_asr_encoder", qwen3_asr),), "Qwen3ForCausalLM"
     ),

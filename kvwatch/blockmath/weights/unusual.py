@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvwatch.blockmath.errors import Unsupported
 from kvwatch.blockmath.modelconfig import Section
 from kvwatch.blockmath.weights.decoder import UNSPLIT, Decoder, Layer, uniform
 from kvwatch.blockmath.weights.layers import Attention, Mlp, Norms, heads, hidden, norm, size
@@ -43,6 +44,15 @@ BLOOM = Decoder(
 )
 
 
+def _minicpm(f: Section, _i: int) -> Layer:
+    if f.get("num_experts"):
+        raise Unsupported("unknown_architecture", "weights of MiniCPM with experts are not modelled")
+    return (Attention(), Mlp(), Norms())
+
+
+MINICPM = Decoder(_minicpm, tied=True, everywhere=UNSPLIT)
+
+
 def _chatglm(f: Section, _i: int) -> Layer:
     kv = f.whole("multi_query_group_num") if f.get("multi_query_attention") else heads(f)
     sizes = (("head_dim", f.whole("kv_channels", hidden(f) // heads(f))), ("num_key_value_heads", kv))
@@ -69,6 +79,7 @@ UNUSUAL = {
     "ExaoneForCausalLM": EXAONE3,
     "InternLM2ForCausalLM": INTERNLM2,
     "InternLM3ForCausalLM": INTERNLM3,
+    "MiniCPMForCausalLM": MINICPM,
     "NemotronForCausalLM": NEMOTRON,
     "OrionForCausalLM": ORION,
     "SolarForCausalLM": SOLAR,
