@@ -10,6 +10,7 @@ from kvwatch.blockmath.errors import Unsupported
 from kvwatch.blockmath.layouts import decoder, deepseek_v4, hybrid, mla, special
 from kvwatch.blockmath.layouts.base import Context, Family, Layout, plain
 from kvwatch.blockmath.modelconfig import ModelConfig
+from kvwatch.blockmath.releases import Release
 from kvwatch.blockmath.settings import Traits
 
 TraitsOf = Callable[[ModelConfig], Traits]
@@ -40,8 +41,16 @@ UNSPLIT: Final = frozenset(
 """Architectures that vLLM does not split over pipeline stages."""
 
 
-def _traits(**given: bool) -> TraitsOf:
-    return lambda _: Traits(**given)
+def _latent(_: ModelConfig) -> Traits:
+    return Traits(mla=True)
+
+
+def _pooling(_: ModelConfig) -> Traits:
+    return Traits(pooling=True)
+
+
+def _encoder(_: ModelConfig) -> Traits:
+    return Traits(pooling=True, encoder_only=True)
 
 
 _GROUPS: Final[tuple[tuple[Callable[[Context], Layout], TraitsOf, str], ...]] = (
@@ -100,7 +109,7 @@ _GROUPS: Final[tuple[tuple[Callable[[Context], Layout], TraitsOf, str], ...]] = 
     ),
     (
         decoder.layers,
-        _traits(pooling=True),
+        _pooling,
         """
         GPT2ForSequenceClassification Gemma2Model InternLM2ForRewardModel LlamaModel MistralModel
         Qwen2ForProcessRewardModel Qwen2ForRewardModel Qwen2Model
@@ -108,7 +117,7 @@ _GROUPS: Final[tuple[tuple[Callable[[Context], Layout], TraitsOf, str], ...]] = 
     ),
     (
         decoder.no_cache,
-        _traits(pooling=True, encoder_only=True),
+        _encoder,
         """
         BertForMaskedLM BertForSequenceClassification BertForTokenClassification BertModel
         BertSpladeSparseEmbeddingModel BgeM3EmbeddingModel CLIPModel ColBERTJinaRobertaModel
@@ -154,23 +163,23 @@ _GROUPS: Final[tuple[tuple[Callable[[Context], Layout], TraitsOf, str], ...]] = 
     (special.hrm, plain, "HrmTextForCausalLM"),
     (
         mla.layers,
-        _traits(mla=True),
+        _latent,
         """
         AXK1ForCausalLM DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM DeepseekV2ForCausalLM
         DeepseekV3ForCausalLM DeepseekVLV2ForCausalLM Glm4MoeLiteForCausalLM KimiK25ForConditionalGeneration
         KimiVLForConditionalGeneration MistralLarge3ForCausalLM PanguUltraMoEForCausalLM SarvamMLAForCausalLM
         """,
     ),
-    (mla.two_per_layer, _traits(mla=True), "LongcatFlashForCausalLM LongcatFlashNgramForCausalLM"),
-    (mla.sparse_layers, _traits(mla=True), "DeepseekV32ForCausalLM GlmMoeDsaForCausalLM"),
-    (mla.sparse_layers_with_sinks, _traits(mla=True), "HYV4ForCausalLM"),
+    (mla.two_per_layer, _latent, "LongcatFlashForCausalLM LongcatFlashNgramForCausalLM"),
+    (mla.sparse_layers, _latent, "DeepseekV32ForCausalLM GlmMoeDsaForCausalLM"),
+    (mla.sparse_layers_with_sinks, _latent, "HYV4ForCausalLM"),
     (deepseek_v4.layers, deepseek_v4.traits, "DeepseekV4ForCausalLM"),
     (hybrid.jamba, hybrid.traits, "JambaForCausalLM"),
     (hybrid.falcon_h1, hybrid.traits, "FalconH1ForCausalLM"),
     (hybrid.granite, hybrid.traits_by_layer_types, "GraniteMoeHybridForCausalLM"),
     (hybrid.lfm2, hybrid.traits, "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration"),
-    (hybrid.mamba, _traits(attention_free=True), "FalconMambaForCausalLM MambaForCausalLM"),
-    (hybrid.mamba2, _traits(attention_free=True), "Mamba2ForCausalLM"),
+    (hybrid.mamba, hybrid.free_traits, "FalconMambaForCausalLM MambaForCausalLM"),
+    (hybrid.mamba2, hybrid.free_traits, "Mamba2ForCausalLM"),
     (
         hybrid.nemotron,
         hybrid.traits,
@@ -211,6 +220,17 @@ def traits_of(config: ModelConfig, family: Family) -> Traits:
     traits = family.traits(config)
     tied = config.architecture in TIED_UNSPLIT and config.text.get("tie_word_embeddings")
     return replace(traits, pipeline=False) if config.architecture in UNSPLIT or tied else traits
+
+
+def check_release(traits: Traits, release: Release) -> None:
+    """Stop where a release planned such models in a way that is not known here.
+
+    Raises:
+        Unsupported: the release is too old for the model's kind of layers.
+    """
+    if release.version < traits.known_since:
+        since = ".".join(map(str, traits.known_since))
+        raise Unsupported("release", f"how vLLM before {since} planned this kind of model is not known here")
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -13,7 +13,7 @@ from kvwatch.blockmath.device import Device
 from kvwatch.blockmath.drafts import with_draft
 from kvwatch.blockmath.encoders import check_encoders
 from kvwatch.blockmath.errors import Refused
-from kvwatch.blockmath.families import family_of, traits_of
+from kvwatch.blockmath.families import check_release, family_of, traits_of
 from kvwatch.blockmath.flags import Flags
 from kvwatch.blockmath.grouping import (
     CountedLayers,
@@ -237,11 +237,12 @@ def plan_pool(
 
     Raises:
         Refused: vLLM refuses these flags for this model by arithmetic.
-        Unsupported: the core cannot say.
+        Unsupported: the core cannot say, of this architecture or of this release.
     """
     model = ModelConfig.read(config, flags.hf_overrides)
     family = family_of(model)
     traits = traits_of(model, family)
+    check_release(traits, release)
     resolved = settings_module.resolve(model, traits, flags, device=device, release=release)
     check_encoders(model, flags.tp)
     context = Context(model, resolved, flags, device, release, traits)

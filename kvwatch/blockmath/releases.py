@@ -37,6 +37,7 @@ _HISTORY: Final[dict[str, tuple[tuple[tuple[int, ...], Any], ...]]] = {
     "auto_length": (((0,), False), ((0, 14), True)),
     "kv_cache_memory_bytes": (((0,), False), ((0, 10, 2), True)),
     "hybrid_groups": (((0,), False), ((0, 9, 2), True)),
+    "chunked_hybrid_manager": (((0,), False), ((0, 19), True)),
     "sums_groups": (((0,), True), ((0, 14), False), ((0, 19), True)),
     "in_flight_batches": (((0,), False), ((0, 26), True)),
     "async_scheduling_default": (((0,), False), ((0, 14), True)),
@@ -205,6 +206,14 @@ class Release:
     def hybrid_groups(self) -> bool:
         """Layers of several kinds form several groups; before, every layer kept the whole length."""
         return bool(self.rules["hybrid_groups"])
+
+    @property
+    def chunked_hybrid_manager(self) -> bool:
+        """Layers that attend in chunks have a block table of their own by default.
+
+        Known from the sources of 0.32 and a public log of 0.19; earlier releases left it off for its latency.
+        """
+        return bool(self.rules["chunked_hybrid_manager"])
 
     @property
     def sums_groups(self) -> bool:

@@ -82,10 +82,11 @@ class Traits:
         encoder_only: no KV cache at all; an embedding model.
         pooling: gives vectors or scores instead of text.
         mla: multi-head latent attention.
-        chunked_attention: attends in chunks, for which the hybrid manager is off by default.
+        chunked_attention: attends in chunks, for which the hybrid manager can be off by default.
         pipeline: can be split over pipeline stages.
         image_prefix: tokens of one image see each other, whatever their order.
         image_tokens: tokens of the largest image, for models whose images must fit in one batch.
+        known_since: the first release whose planning of such models is known.
     """
 
     hybrid: bool = False
@@ -98,6 +99,7 @@ class Traits:
     pipeline: bool = True
     image_tokens: int | None = None
     image_prefix: bool = False
+    known_since: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,4 +491,7 @@ def _hybrid_manager(traits: Traits, flags: Flags, release: Release) -> bool:
         return False
     if flags.disable_hybrid_kv_cache_manager is False:
         return True
-    return not traits.chunked_attention
+    if not traits.chunked_attention:
+        return True
+    drafting = str((flags.speculative_config or {}).get("method") or "").startswith(("eagle", "mtp"))
+    return release.chunked_hybrid_manager and not drafting

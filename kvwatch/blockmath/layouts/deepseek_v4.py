@@ -27,8 +27,8 @@ _COMPRESSOR: Final = Backend("CompressorBackend", (1,))
 
 
 def traits(_: ModelConfig) -> Traits:
-    """Latent attention."""
-    return Traits(mla=True)
+    """Latent attention, whose groups earlier releases formed in another way."""
+    return Traits(mla=True, known_since=(0, 31))
 
 
 def layers(context: Context) -> Layout:

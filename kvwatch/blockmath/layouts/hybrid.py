@@ -32,35 +32,30 @@ ZAMBA2_KINDS: Final = [
 NEMOTRON_LETTERS: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
+SINCE: Final = (0, 10, 2)
+"""Before, states lived outside the block pool (V0) or were not padded to attention pages as they are now."""
+
+
 def traits(_: ModelConfig) -> Traits:
     """States and attention side by side."""
-    return Traits(hybrid=True)
+    return Traits(hybrid=True, known_since=SINCE)
 
 
 def latent_traits(_: ModelConfig) -> Traits:
     """States and latent attention side by side."""
-    return Traits(hybrid=True, mla=True)
-
-
-def unsplit_traits(_: ModelConfig) -> Traits:
-    """The same for models that cannot be split over pipeline stages."""
-    return Traits(hybrid=True, pipeline=False)
+    return Traits(hybrid=True, mla=True, known_since=SINCE)
 
 
 def free_traits(_: ModelConfig) -> Traits:
     """States only."""
-    return Traits(attention_free=True)
-
-
-def free_unsplit_traits(_: ModelConfig) -> Traits:
-    """States only, on one pipeline stage."""
-    return Traits(attention_free=True, pipeline=False)
+    return Traits(attention_free=True, known_since=SINCE)
 
 
 def traits_by_layer_types(config: ModelConfig) -> Traits:
     """Hybrid only where some layer is not attention."""
     types = values(config.root, "layer_types")
-    return Traits(hybrid=types is None or not ATTENTION_NAMES.issuperset(types))
+    hybrid = types is None or not ATTENTION_NAMES.issuperset(types)
+    return Traits(hybrid=True, known_since=SINCE) if hybrid else Traits()
 
 
 def full_attention(context: Context) -> LayerSpec:
