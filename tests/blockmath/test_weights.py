@@ -32,6 +32,8 @@ LOOSE = {
 }
 """Quantized rows that agree within the tolerance, but not closely."""
 
+DENSE = "known__Qwen2.5-7B"
+
 Row = Mapping[str, Any]
 
 
@@ -131,6 +133,25 @@ def test_unknown_architectures_are_refused_not_guessed() -> None:
         weight_bytes({"model_type": "llama", "architectures": ["NobodyForCausalLM"]}, Flags())
     assert caught.value.reason == "unknown_architecture"
     assert "NobodyForCausalLM" in str(caught.value)
+
+
+def test_a_tower_that_is_not_modelled_is_refused_not_left_out() -> None:
+    model = {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": config("tf__gemma4_text"),
+        "audio_config": {"model_type": "gemma4_audio"},
+    }
+    with pytest.raises(Unsupported) as caught:
+        weight_bytes(model, Flags())
+    assert caught.value.reason == "unknown_tower"
+
+
+@pytest.mark.parametrize("flags", [Flags(speculative_config={"method": "ngram"}), Flags(cpu_offload_gb=4.0)])
+def test_what_flags_add_or_take_is_said_where_it_is_not_counted(flags: Flags) -> None:
+    weights = weight_bytes(config(DENSE), flags)
+    assert weights.bytes_per_rank == weight_bytes(config(DENSE), Flags()).bytes_per_rank
+    assert weights.assumptions
 
 
 def test_a_missing_field_is_named() -> None:
@@ -236,9 +257,6 @@ def test_expert_parallelism_spreads_whole_experts_over_all_engines() -> None:
     assert spread.bytes_per_rank == cut.bytes_per_rank
     wider = Flags(tensor_parallel_size=4, data_parallel_size=2, enable_expert_parallel=True)
     assert weight_bytes(model, wider).bytes_per_rank[0] < cut.bytes_per_rank[0]
-
-
-DENSE = "known__Qwen2.5-7B"
 
 
 def test_fewer_bits_take_fewer_bytes() -> None:

@@ -12,6 +12,13 @@ from kvwatch.blockmath.weights.multimodal import MULTIMODAL
 from kvwatch.blockmath.weights.parts import Model
 from kvwatch.blockmath.weights.shard import Shard
 
+UNCOUNTED: Mapping[str, tuple[str, ...]] = {
+    "DeepseekV4ForCausalLM": ("vision_n_layers",),
+    "EmbeddingGemma2Model": ("vision_config", "audio_config"),
+    "Gemma4ForConditionalGeneration": ("audio_config",),
+}
+"""Fields whose presence adds a tower that no builder knows."""
+
 BUILDERS: Mapping[str, Builder] = {**DECODERS, **MULTIMODAL, **ENCODERS}
 
 
@@ -27,4 +34,9 @@ def build(config: ModelConfig, shard: Shard) -> Model:
         raise Unsupported(
             "unknown_architecture", f"weights of {config.architecture or '(none)'} are not modelled"
         )
+    for field in UNCOUNTED.get(config.architecture, ()):
+        if config.root.get(field):
+            raise Unsupported(
+                "unknown_tower", f"{config.architecture} with {field}: that tower is not modelled"
+            )
     return builder(config.root, config.text, shard)

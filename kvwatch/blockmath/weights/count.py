@@ -75,7 +75,7 @@ def weight_bytes(config: Mapping[str, Any], flags: Flags) -> Weights:
         basis="modelled" if scheme else "exact",
         quantization=scheme.name if scheme else None,
         mla_absorbed_bytes=_absorbed(model, flags.pp, itemsize),
-        assumptions=_assumptions(model_config, scheme, model),
+        assumptions=(*_assumptions(model_config, scheme, model), *_left_out(flags)),
     )
 
 
@@ -113,6 +113,13 @@ def _assumptions(config: ModelConfig, scheme: Scheme | None, model: Model) -> tu
         return (*scheme.assumptions, PLAIN_RESIDENTS) if model.resident else scheme.assumptions
     described = config.root.get("quantization_config") or config.text.get("quantization_config")
     return (UNNAMED_METHOD,) if described else ()
+
+
+def _left_out(flags: Flags) -> tuple[str, ...]:
+    """What these flags add to or take from the GPU that is not counted here."""
+    draft = ("the speculative decoder's own weights are not counted",) if flags.speculative_config else ()
+    offload = ("weights offloaded to the host are counted as if on the GPU",) if flags.cpu_offload_gb else ()
+    return draft + offload
 
 
 @dataclass(frozen=True, slots=True)
