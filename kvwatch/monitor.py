@@ -1,4 +1,4 @@
-"""Observe, join, forecast: one cycle after another, with nothing carried over but counters."""
+"""Observe, join, forecast: one cycle after another, with nothing carried over but counters and series."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kvwatch.config import Config
 from kvwatch.export.cycle import Cycle, SelfState
 from kvwatch.forecast.bundle import forecast
+from kvwatch.forecast.history import History
 from kvwatch.node import join
 from kvwatch.observe.cycle import NodeObserver
 
@@ -28,6 +29,7 @@ class Monitor:
         self._now = now
         self._simulated = simulated
         self._cycles = 0
+        self._history = History()
         self._errors: Counter[tuple[str, str]] = Counter()
         self._reload_successful = True
         self._reload_time = now()
@@ -38,7 +40,7 @@ class Monitor:
         begun = time.monotonic()
         observation = self._observer.observe()
         snapshot = join(observation, self.config)
-        forecasts = forecast(snapshot, self.config)
+        forecasts = forecast(snapshot, self.config, self._history)
         self._cycles += 1
         self._errors.update((failure.source, failure.reason) for failure in snapshot.failures)
         self._errors.update(("node", "sum_exceeds_used") for state in snapshot.gpus if state.inconsistent)

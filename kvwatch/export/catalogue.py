@@ -73,6 +73,11 @@ FAMILIES: tuple[Family, ...] = (
         "Tokens the pool holds, as the server itself counts them.",
     ),
     _gauge("kvwatch_kv_cache_usage_ratio", "server engine", "Share of the pool in use, 0 to 1."),
+    _gauge(
+        "kvwatch_kv_cache_full_timestamp_seconds",
+        "server engine",
+        "When the pool is full if its use goes on rising, Unix time; absent where it does not rise steadily.",
+    ),
     _gauge("kvwatch_kv_headroom_tokens", "server engine", "Tokens that still fit now."),
     _gauge("kvwatch_kv_headroom_requests", "server engine", "Requests of full length that still fit now."),
     _gauge(
@@ -111,6 +116,43 @@ FAMILIES: tuple[Family, ...] = (
         "server",
         "Largest max_model_len that would start now; 0 where none would.",
     ),
+    _gauge(
+        "kvwatch_restart_margin_slope_bytes_per_second",
+        "server",
+        "How fast the margin that is used up first falls, negative; absent where none falls steadily.",
+    ),
+    _gauge(
+        "kvwatch_restart_infeasible_timestamp_seconds",
+        "server",
+        "When that margin is used up if the fall goes on, Unix time; absent where none falls steadily.",
+    ),
+    _gauge(
+        "kvwatch_restart_together_feasible",
+        "server",
+        "1 where the server would start as the last of those that share its cards; absent where none does.",
+    ),
+    _gauge(
+        "kvwatch_wake_feasible",
+        "server",
+        "1 where a sleeping server finds the memory it needs to wake, 0 where not; absent for one awake.",
+    ),
+    _gauge(
+        "kvwatch_wake_margin_bytes",
+        "server",
+        "Bytes left on the tightest card when it wakes; negative is how much is missing.",
+    ),
+    # requests and prevention
+    _gauge(
+        "kvwatch_request_tokens",
+        "server quantile",
+        "Upper bound of the length of this share of the finished requests, prompt and answer together.",
+    ),
+    _gauge(
+        "kvwatch_requests_near_limit_ratio",
+        "server",
+        "Estimated share of the finished requests above nine tenths of max_model_len.",
+    ),
+    _gauge("kvwatch_advice", "server rule", "1 where a rule of prevention is broken; absent where not."),
     # planned changes
     _gauge(
         "kvwatch_plan_feasible",

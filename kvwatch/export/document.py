@@ -8,9 +8,11 @@ from typing import Any
 from kvwatch import __version__
 from kvwatch.blockmath.startup import CheckResult, Verdict
 from kvwatch.export.cycle import Cycle
+from kvwatch.forecast.bundle import Forecasts
+from kvwatch.forecast.history import Outlook
 from kvwatch.forecast.pending import PendingForecast
-from kvwatch.forecast.plans import PlanForecast
 from kvwatch.forecast.restart import RestartForecast, Unknown
+from kvwatch.forecast.together import TogetherForecast
 from kvwatch.headroom import headroom
 from kvwatch.node import GpuState, Holder, ServerState
 from kvwatch.observe.records import Failure, VllmRecord
@@ -33,13 +35,7 @@ def document(cycle: Cycle) -> dict[str, Any]:
         "simulated": cycle.own.simulated,
         "time": snapshot.time,
         "gpus": [_gpu(state) for state in snapshot.gpus],
-        "servers": [
-            {
-                **_server(server, cycle.forecasts.restart[server.name], cycle.forecasts.plans[server.name]),
-                "pending": _pending(cycle.forecasts.pending.get(server.name)),
-            }
-            for server in snapshot.servers
-        ],
+        "servers": [_server(server, cycle.forecasts) for server in snapshot.servers],
         "sources": [
             {
                 "source": source.name,
@@ -94,10 +90,10 @@ def _holder(holder: Holder) -> dict[str, Any]:
     }
 
 
-def _server(server: ServerState, restart: RestartForecast, plans: tuple[PlanForecast, ...]) -> dict[str, Any]:
+def _server(server: ServerState, forecasts: Forecasts) -> dict[str, Any]:
     page = server.page if isinstance(server.page, VllmRecord) else None
-    found = restart.situation
-    pool = found.pool if found else None
+    restart = forecasts.restart[server.name]
+    pool = restart.situation.pool if restart.situation else None
     return {
         "server": server.name,
         "model": server.model,
@@ -113,34 +109,69 @@ def _server(server: ServerState, restart: RestartForecast, plans: tuple[PlanFore
                 "blocks": engine.num_blocks,
                 "block_size": engine.block_size,
                 "usage": engine.usage,
-                **_headroom(headroom(server, engine, pool)),
+                "running": engine.running,
+                "waiting": engine.waiting,
+                **(_fields(headroom(server, engine, pool)) or {}),
             }
             for engine in (page.engines if page else ())
         ],
-        "restart": {
-            **_verdict(restart.verdict, restart.unknown),
-            "basis": found.basis if found else None,
-            "assumptions": list(found.assumptions) if found else [],
-            "flags": found.flags.given() if found else {},
-            "non_kv_bytes": {site.gpu: site.non_kv for site in found.sites} if found else {},
-            "remedies": [
-                {
-                    "action": remedy.action,
-                    "flags": remedy.flags,
-                    "text": remedy.text,
-                    "pids": list(remedy.pids),
-                }
-                for remedy in restart.remedies
-            ],
-        },
+        "restart": _restart(restart),
         "plans": [
             {
                 "plan": plan.plan.name,
                 "changes": plan.plan.flags.given(),
                 **_verdict(plan.verdict, plan.unknown),
             }
-            for plan in plans
+            for plan in forecasts.plans[server.name]
         ],
+        "pending": _pending(forecasts.pending.get(server.name)),
+        "trend": _trend(forecasts.outlook[server.name]),
+        "wake": _fields(forecasts.wake.get(server.name)),
+        "together": _together(forecasts.together.get(server.name)),
+        "request_tokens": _fields(forecasts.lengths.get(server.name)),
+        "advice": [_fields(advice) for advice in forecasts.advice[server.name]],
+    }
+
+
+def _restart(restart: RestartForecast) -> dict[str, Any]:
+    found = restart.situation
+    return {
+        **_verdict(restart.verdict, restart.unknown),
+        "basis": found.basis if found else None,
+        "assumptions": list(found.assumptions) if found else [],
+        "flags": found.flags.given() if found else {},
+        "gpus": [
+            {
+                "gpu": site.gpu,
+                "total_bytes": site.total,
+                "free_next_bytes": site.free_next,
+                "budget_bytes": budget,
+                "own_bytes": site.own,
+                "non_kv_bytes": site.non_kv,
+            }
+            for site, budget in (found.budgets() if found else ())
+        ],
+        "remedies": [_fields(remedy) for remedy in restart.remedies],
+    }
+
+
+def _trend(outlook: Outlook) -> dict[str, Any]:
+    return {
+        "margin_slope_bytes_per_second": outlook.margin.slope if outlook.margin else None,
+        "infeasible_at": outlook.margin.zero_at if outlook.margin else None,
+        "kv_cache_full_at": outlook.kv_full_at,
+        "unstable_gpus": list(outlook.unstable_gpus),
+    }
+
+
+def _together(forecast: TogetherForecast | None) -> dict[str, Any] | None:
+    if forecast is None:
+        return None
+    return {
+        "sharing": list(forecast.sharing),
+        "first": _verdict(forecast.first, None),
+        "last": _verdict(forecast.last, None),
+        "overcommitted": dict(forecast.overcommitted),
     }
 
 
@@ -158,8 +189,12 @@ def _pending(forecast: PendingForecast | None) -> dict[str, Any] | None:
     }
 
 
-def _headroom(room: Any) -> dict[str, Any]:
-    return {name: getattr(room, name) for name in type(room).__dataclass_fields__}
+def _fields(record: Any) -> dict[str, Any] | None:
+    """A flat record as a mapping, tuples as lists; None for None."""
+    if record is None:
+        return None
+    values = {name: getattr(record, name) for name in type(record).__dataclass_fields__}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _verdict(verdict: Verdict | None, unknown: Unknown | None) -> dict[str, Any]:

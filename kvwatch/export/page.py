@@ -13,6 +13,7 @@ from kvwatch import __version__
 from kvwatch.blockmath.startup import CHECKS
 from kvwatch.export.catalogue import BY_NAME, FAMILIES
 from kvwatch.export.cycle import Cycle, SelfState
+from kvwatch.forecast.bundle import Forecasts
 from kvwatch.forecast.pending import PendingForecast
 from kvwatch.forecast.plans import PlanForecast
 from kvwatch.forecast.restart import RestartForecast
@@ -78,6 +79,7 @@ def build_page(cycle: Cycle, *, top: int) -> Page:
             _add_plan(page, plan)
         if (pending := cycle.forecasts.pending.get(server.name)) is not None:
             _add_pending(page, pending)
+        _add_outlook(page, server.name, cycle.forecasts)
     _add_self(page, cycle.snapshot, cycle.own)
     return page
 
@@ -248,6 +250,30 @@ def _add_pending(page: Page, forecast: PendingForecast) -> None:
     blocking = forecast.verdict.blocking.check if forecast.verdict.blocking else None
     for check in ALL_CHECKS:
         page.add("kvwatch_pending_blocked", int(check == blocking), server=name, check=check)
+
+
+def _add_outlook(page: Page, name: str, forecasts: Forecasts) -> None:
+    """Trend, wake-up, sharing, request lengths and advice of one server."""
+    outlook = forecasts.outlook[name]
+    if outlook.margin is not None:
+        page.add("kvwatch_restart_margin_slope_bytes_per_second", outlook.margin.slope, server=name)
+        page.add("kvwatch_restart_infeasible_timestamp_seconds", outlook.margin.zero_at, server=name)
+    for engine, full_at in outlook.kv_full_at.items():
+        page.add("kvwatch_kv_cache_full_timestamp_seconds", full_at, server=name, engine=engine)
+    wake = forecasts.wake.get(name)
+    if wake is not None:
+        page.add("kvwatch_wake_feasible", None if wake.feasible is None else int(wake.feasible), server=name)
+        page.add("kvwatch_wake_margin_bytes", wake.margin_bytes, server=name)
+    together = forecasts.together.get(name)
+    if together is not None and together.last.feasible is not None:
+        page.add("kvwatch_restart_together_feasible", int(together.last.feasible), server=name)
+    lengths = forecasts.lengths.get(name)
+    if lengths is not None:
+        for quantile, tokens in (("0.5", lengths.p50), ("0.99", lengths.p99), ("1", lengths.longest)):
+            page.add("kvwatch_request_tokens", tokens, server=name, quantile=quantile)
+        page.add("kvwatch_requests_near_limit_ratio", lengths.near_limit, server=name)
+    for advice in forecasts.advice[name]:
+        page.add("kvwatch_advice", 1, server=name, rule=advice.rule)
 
 
 def _add_self(page: Page, snapshot: NodeSnapshot, own: SelfState) -> None:

@@ -12,7 +12,7 @@ from kvwatch.headroom import headroom
 from kvwatch.node import GpuState, ServerState
 from kvwatch.observe.records import VllmRecord
 from kvwatch.ownership import Owner
-from kvwatch.units import bytes_text
+from kvwatch.units import bytes_text, duration_text
 
 COLUMNS = 80
 CHECK_TEXT = {
@@ -55,6 +55,7 @@ def status_text(cycle: Cycle) -> str:
         lines.extend(_plan_lines(cycle, server.name))
         if (pending := cycle.forecasts.pending.get(server.name)) is not None:
             lines.extend(_pending_lines(pending))
+        lines.extend(_outlook_lines(cycle, server.name))
         if lines:
             parts.append("\n".join([f"{server.name}:", *(_wrapped(line) for line in lines)]))
     down = [source for source in snapshot.sources if not source.up]
@@ -159,6 +160,26 @@ def _plan_lines(cycle: Cycle, server: str) -> Iterator[str]:
             reason = CHECK_TEXT.get(blocking.check, blocking.check) if blocking else "?"
             longest = plan.verdict.longest_length
             yield f"plan {plan.plan.name}: would fail: {reason}" + (f"; longest {longest}" if longest else "")
+
+
+def _outlook_lines(cycle: Cycle, name: str) -> Iterator[str]:
+    forecasts, now = cycle.forecasts, cycle.snapshot.time
+    outlook = forecasts.outlook[name]
+    if outlook.margin is not None and outlook.margin.zero_at > now:
+        fall = bytes_text(int(-outlook.margin.slope * 3600))
+        yield f"trend: infeasible in {duration_text(outlook.margin.zero_at - now)} ({fall} less per hour)"
+    for engine, full_at in outlook.kv_full_at.items():
+        if full_at > now:
+            yield f"trend: KV cache of engine {engine} full in {duration_text(full_at - now)}"
+    wake = forecasts.wake.get(name)
+    if wake is not None and wake.margin_bytes is not None:
+        verdict = "would wake" if wake.feasible else "would not wake"
+        yield f"asleep: {verdict}, margin {bytes_text(wake.margin_bytes)} on GPU {wake.gpu}"
+    together = forecasts.together.get(name)
+    if together is not None and together.last.feasible is False:
+        yield f"would not come back after {', '.join(together.sharing)} on the same card"
+    for advice in forecasts.advice[name]:
+        yield f"advice: {advice.text} ({advice.rule})"
 
 
 def _pending_lines(pending: PendingForecast) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvwatch.blockmath.flags import AUTO_LENGTH
@@ -167,12 +167,6 @@ RULES: dict[str, Callable[[Facts], str | None]] = {
     "unstable_neighbour": _unstable_neighbour,
 }
 """Every rule by its name; a function returns None where its rule is kept or cannot be judged."""
-
-
-def broken_or_kept(advice: tuple[Advice, ...]) -> Iterator[tuple[str, bool]]:
-    """Every rule with whether it is broken."""
-    broken = {one.rule for one in advice}
-    return ((rule, rule in broken) for rule in RULES)
 
 
 def _next_power(tokens: float) -> int:

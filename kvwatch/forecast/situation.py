@@ -125,6 +125,11 @@ class Situation:
         ]
         return judge(pool, flags, ranks, release=self.release)
 
+    def budgets(self) -> list[tuple[RankSite, int]]:
+        """Each rank's site with the bytes that the next start will ask for there."""
+        share = self.flags.gpu_memory_utilization or self.release.default_utilization
+        return [(site, requested_bytes(site.total, share, self.release)) for site in self.sites]
+
     def _plan(self, flags: Flags) -> Pool:
         block_size = None if flags.block_size else self.effective_block_size
         return plan_pool(

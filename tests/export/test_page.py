@@ -16,7 +16,7 @@ from kvwatch.export.page import Page, build_page
 from kvwatch.forecast.bundle import forecast
 from kvwatch.node import join
 from kvwatch.observe.cycle import Observation
-from kvwatch.observe.records import Failure
+from kvwatch.observe.records import Failure, Histogram
 from tests.nodes import (
     LLAMA_8B_BLOCK,
     NOW,
@@ -149,6 +149,25 @@ def test_small_holders_are_folded() -> None:
     assert sum(values(page, "kvwatch_holder_memory_bytes")) == one(
         page, "kvwatch_gpu_memory_held_bytes", owner="foreign"
     )
+
+
+def test_a_sleeper_that_shares_its_card_and_was_never_pinned() -> None:
+    seen = serving_node((NOTEBOOK, 8 * GIB), own=GIB, sleep_state="weights_offloaded")
+    page = samples(build_page(cycle(seen), top=20))
+    assert one(page, "kvwatch_wake_feasible", server="llama") == 0
+    assert one(page, "kvwatch_wake_margin_bytes", server="llama") < 0
+    assert one(page, "kvwatch_advice", server="llama", rule="utilization_not_pinned") == 1
+    assert values(page, "kvwatch_restart_together_feasible") == []
+    assert values(page, "kvwatch_request_tokens") == []
+    assert values(page, "kvwatch_restart_infeasible_timestamp_seconds") == []
+
+
+def test_observed_lengths_are_published() -> None:
+    lengths = Histogram(((100.0, 99.0), (5000.0, 100.0), (float("inf"), 100.0)), None, 100.0)
+    page = samples(build_page(cycle(serving_node(prompt_tokens=lengths, generation_tokens=lengths)), top=20))
+    assert one(page, "kvwatch_request_tokens", quantile="0.5") == 200
+    assert one(page, "kvwatch_request_tokens", quantile="1") == 10000
+    assert one(page, "kvwatch_requests_near_limit_ratio") == 0
 
 
 def test_labels_that_need_escaping_survive() -> None:

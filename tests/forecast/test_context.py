@@ -60,7 +60,7 @@ def test_engines_are_added_up() -> None:
     one = server(prompt_tokens=histogram([5, 50]), generation_tokens=histogram([5, 5]))
     page = one.vllm
     assert not hasattr(page, "reason")
-    two = replace(page, engines=(page.engines[0], replace(page.engines[0], engine="1")))  # type: ignore[union-attr]
+    two = replace(page, engines=(page.engines[0], replace(page.engines[0], engine="1")))
     lengths = request_lengths(join(observation((), (), (replace(one, vllm=two),)), Config()).servers[0])
     assert lengths is not None
     assert lengths.count == 4

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from kvwatch.config import GIB, Config
-from kvwatch.forecast.history import History
+from kvwatch.forecast.history import History, Outlook
 from kvwatch.forecast.restart import forecast_restart
 from kvwatch.node import join
 from tests.nodes import NOW, process, serving_node
@@ -18,9 +21,7 @@ class Watched:
         self.history = History()
         self.minute = 0
 
-    def play(self, *held: int, **node: object) -> None:
-        from dataclasses import replace
-
+    def play(self, *held: int, **node: Any) -> None:
         for size in held:
             seen = replace(serving_node((NOTEBOOK, size), own=70 * GIB, **node), time=NOW + self.minute * 60)
             self.snapshot = join(seen, Config())
@@ -31,7 +32,7 @@ class Watched:
             self.minute += 1
 
     @property
-    def outlook(self):  # type: ignore[no-untyped-def]
+    def outlook(self) -> Outlook:
         return self.history.outlook(self.snapshot.servers[0])
 
 
@@ -61,9 +62,9 @@ def test_a_filling_cache_gives_a_time() -> None:
 def test_memory_that_moves_is_unstable_until_it_rests() -> None:
     watched = Watched()
     watched.play(GIB, 2 * GIB)
-    assert watched.outlook.unstable_gpus == ("0",)
+    assert list(watched.outlook.unstable_gpus) == ["0"]
     watched.play(*[2 * GIB] * 8)
-    assert watched.outlook.unstable_gpus == ()
+    assert list(watched.outlook.unstable_gpus) == []
 
 
 def test_a_server_that_is_gone_is_forgotten() -> None:
