@@ -56,7 +56,9 @@ _KEPT = frozenset(
         "device_ids",
         "headless",
         "api_server_count",
+        "data_parallel_backend",
         "data_parallel_multi_port_external_lb",
+        "distributed_executor_backend",
         "revision",
         "download_dir",
         "hf_config_path",
@@ -75,6 +77,7 @@ class CommandLine:
         tls: a certificate was given.
         headless: engines without an HTTP server.
         ports_per_rank: each data-parallel rank answers on a port of its own, from ``port`` up.
+        ray: its workers, or its data-parallel engines, are Ray actors.
         device_ids: of ``--device-ids``, as written.
         config_file: of ``--config``, as written.
         unknown_flags: names that this release does not have, or that kvwatch cannot honour, without values.
@@ -89,6 +92,7 @@ class CommandLine:
     tls: bool = False
     headless: bool = False
     ports_per_rank: bool = False
+    ray: bool = False
     device_ids: tuple[str, ...] | None = None
     config_file: str | None = None
     revision: str | None = None
@@ -168,6 +172,7 @@ def parse_command_line(
         tls=bool(_text(values.get("ssl_keyfile")) or _text(values.get("ssl_certfile"))),
         headless=values.get("headless") is True or values.get("api_server_count") == "0",
         ports_per_rank=values.get("data_parallel_multi_port_external_lb") is True,
+        ray="ray" in (values.get("distributed_executor_backend"), values.get("data_parallel_backend")),
         device_ids=_device_ids(_text(values.get("device_ids"))),
         config_file=config_file,
         revision=_text(values.get("revision")),

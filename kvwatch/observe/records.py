@@ -158,6 +158,7 @@ class Launch:
         environment: the few variables that bear on start-up (VLLM_*, CUDA_VISIBLE_DEVICES, HF_*).
         visible_devices: as in CUDA_VISIBLE_DEVICES or ``--device-ids``; None where all GPUs are visible.
         revision, download_dir, hf_config_path: where the model's files come from, as the flags say.
+        ray: its workers, or its data-parallel engines, are Ray actors and no descendants of ``pid``.
         unknown_flags: names that kvwatch did not recognise, without their values.
     """
 
@@ -174,6 +175,7 @@ class Launch:
     revision: str | None = None
     download_dir: str | None = None
     hf_config_path: str | None = None
+    ray: bool = False
     unknown_flags: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = ()
 

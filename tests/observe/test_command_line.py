@@ -79,6 +79,19 @@ def test_no_servers(argv: str) -> None:
     assert server_arguments(argv.replace("\\ ", "\0").split()) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "ray"),
+    [
+        ("m --distributed-executor-backend ray", True),
+        ("m --data-parallel-backend=ray", True),
+        ("m --distributed-executor-backend mp", False),
+        ("m", False),
+    ],
+)
+def test_workers_under_ray(text: str, ray: bool) -> None:
+    assert parse_command_line(text.split()).ray is ray
+
+
 # --- against vLLM's own parser --------------------------------------------------------------------------
 
 
