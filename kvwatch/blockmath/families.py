@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvwatch.blockmath.errors import Unsupported
-from kvwatch.blockmath.layouts import decoder, deepseek_v4, hybrid, mla, special
+from kvwatch.blockmath.layouts import decoder, deepseek_v4, hybrid, inferred, mla, special
 from kvwatch.blockmath.layouts.base import Context, Family, Layout, plain
 from kvwatch.blockmath.modelconfig import ModelConfig
 from kvwatch.blockmath.releases import Release
@@ -233,13 +233,51 @@ def check_release(traits: Traits, release: Release) -> None:
         raise Unsupported("release", f"how vLLM before {since} planned this kind of model is not known here")
 
 
+NOT_COVERED: Final = frozenset(
+    [
+        "BailingMoeV3ForCausalLM",
+        "BailingMoeV3VLForConditionalGeneration",
+        "CohereAsrForConditionalGeneration",
+        "DeepseekV41ForCausalLM",
+        "DeepseekV4ForConditionalGeneration",
+        "DiffusionGemmaForBlockDiffusion",
+        "Dots3NoteForCausalLM",
+        "Glm5NextForCausalLM",
+        "Glm5NextForConditionalGeneration",
+        "HfMoondream",
+        "IQuestLoopCoderForCausalLM",
+        "InklingForCausalLM",
+        "InklingForConditionalGeneration",
+        "InternS1ProForConditionalGeneration",
+        "K2HorizonForCausalLM",
+        "MiniMaxM3SparseForCausalLM",
+        "MiniMaxM3SparseForConditionalGeneration",
+        "Moondream3ForCausalLM",
+        "MossAudioModel",
+        "NemotronParseForConditionalGeneration",
+        "OpenPanguVLForConditionalGeneration",
+        "OpenVLAForActionPrediction",
+        "PanguProMoEV2ForCausalLM",
+        "Qwen4ExpForCausalLM",
+        "Qwen4ExpForConditionalGeneration",
+        "Terratorch",
+        "UnlimitedOCRForCausalLM",
+        "VoxtralRealtimeGeneration",
+    ]
+)
+"""Architectures that vLLM serves with caches that are not worked out here."""
+
+_INFERRED: Final = Family(inferred.layers, inferred.traits)
+
+
 def family_of(config: ModelConfig) -> Family:
-    """The family of a model.
+    """The family of a model; one that reads the structure for an unknown architecture.
 
     Raises:
-        Unsupported: the architecture is not known.
+        Unsupported: the architecture is known to keep caches that are not worked out here.
     """
-    family = FAMILIES.get(config.architecture)
-    if family is None:
-        raise Unsupported("unknown_architecture", f"architecture {config.architecture!r} is not known")
-    return family
+    if config.architecture in NOT_COVERED:
+        raise Unsupported(
+            "unknown_architecture", f"the caches of {config.architecture} are not worked out here"
+        )
+    return FAMILIES.get(config.architecture, _INFERRED)
