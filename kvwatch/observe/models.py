@@ -18,6 +18,9 @@ CONFIG_LIMIT = 8 << 20
 """Bytes. The largest public config.json files have some 100 KB."""
 
 _CONFIG = "config.json"
+_QUANTIZATION = "hf_quant_config.json"
+_MODELOPT = {"FP8": "modelopt", "NVFP4": "modelopt_fp4", "MIXED_PRECISION": "modelopt_mixed"}
+"""vLLM's quantization method by the beginning of ModelOpt's algorithm name."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 """In vLLM's order: where a directory holds several kinds, the first is loaded."""
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
@@ -85,6 +88,9 @@ class ModelSource:
         stamp = _Stamp(str(path), status.st_mtime_ns, status.st_ino, status.st_size, weights, changed)
         if stamp not in self._read:
             config = _load(path)
+            if isinstance(config, Failure):
+                return config
+            config = _with_quantization(config, view.file(f"{directory}/{_QUANTIZATION}"))
             if isinstance(config, Failure):
                 return config
             self._read = {old: model for old, model in self._read.items() if old.path != stamp.path}
@@ -208,6 +214,19 @@ def _load(path: Path) -> Mapping[str, Any] | Failure:
     if not isinstance(config, dict):
         return _failure("not_an_object", f"{path} holds no JSON object")
     return config
+
+
+def _with_quantization(config: Mapping[str, Any], path: Path) -> Mapping[str, Any] | Failure:
+    """The configuration with what ModelOpt before 0.31 kept in a file of its own, as vLLM adds it."""
+    if config.get("quantization_config") is not None or not path.exists():
+        return config
+    found = _load(path)
+    if isinstance(found, Failure):
+        return found
+    own = found.get("quantization")
+    algorithm = str(own.get("quant_algo") if isinstance(own, Mapping) else None)
+    method = next((name for prefix, name in _MODELOPT.items() if algorithm.startswith(prefix)), None)
+    return {**config, "quantization_config": {**({"quant_method": method} if method else {}), **found}}
 
 
 def _without_config(directory: Path) -> Failure:

@@ -212,6 +212,18 @@ def test_model_that_is_not_cached(tmp_path: Path) -> None:
 # --- overrides ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "method"), [("FP8", "modelopt"), ("NVFP4", "modelopt_fp4"), ("W8A8", None)]
+)
+def test_quantization_in_a_file_of_its_own(tmp_path: Path, algorithm: str, method: str | None) -> None:
+    folder = make_model(tmp_path / "m")
+    told = {"quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(told), encoding="utf-8")
+    quantization = read(launch(str(folder))).config["quantization_config"]
+    assert quantization["quantization"] == told["quantization"]
+    assert quantization.get("quant_method") == method
+
+
 def test_overrides(tmp_path: Path) -> None:
     """A configuration within is merged; other objects are replaced."""
     overrides = {"hidden_size": 8, "rope_scaling": {"a": 3}, "text_config": {"y": 5, "z": 6}, "new": {"k": 1}}
