@@ -14,20 +14,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import yaml
-
 from kvwatch.blockmath.flags import Flags, human_readable_int
 from kvwatch.observe.processes import python_arguments
 from kvwatch.observe.procfs import basename
 from kvwatch.observe.records import Failure
+from kvwatch.observe.safeyaml import load_document
 from kvwatch.observe.serve_flags import RETIRED_VALUES, Arity, arity, resolve, resolve_short
 
 DEFAULT_PORT = 8000
 MAX_ARGUMENTS = 1000
 """Any user can start a process that looks like a server; no real one has as many arguments."""
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The safe loader written in C, where PyYAML has it: the other takes seconds for a hostile file."""
 _MAX_DEPTH = 20
 _MAX_JSON = 64 * 1024
 
@@ -225,7 +222,7 @@ def _config_words(file: str, config: _ConfigFile, failures: list[Failure]) -> li
         failures.append(Failure("launch", "config_unread", f"--config {file} was not read"))
         return []
     try:
-        entries = yaml.load(config.read(file), Loader=_LOADER)  # noqa: S506
+        entries = load_document(config.read(file))
         if not isinstance(entries, Mapping):
             raise ValueError("not a mapping of flags")
         return [
@@ -236,16 +233,9 @@ def _config_words(file: str, config: _ConfigFile, failures: list[Failure]) -> li
     except OSError as error:
         detail = f"--config {file} cannot be read: {error.strerror or error}"
         failures.append(Failure("launch", "config_unreadable", detail))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        failures.append(
-            Failure("launch", "config_broken", f"--config {file} cannot be read: {_where(error)}")
-        )
+    except (ValueError, RecursionError) as error:
+        failures.append(Failure("launch", "config_broken", f"--config {file} cannot be read: {error}"))
     return []
-
-
-def _where(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f"no YAML in line {mark.line + 1}" if mark is not None else str(error)
 
 
 def _entry_words(key: str, value: object, *, negatable: bool) -> list[str]:

@@ -14,11 +14,14 @@ from kvwatch.observe.command_line import CommandLine, parse_command_line, server
 from kvwatch.observe.launch import ENVIRONMENT
 from kvwatch.observe.models import ModelSource, placed
 from kvwatch.observe.nextstart_command import StartCommand, sole_server
+from kvwatch.observe.nextstart_compose import compose_command
 from kvwatch.observe.nextstart_files import Stamp, TrackedFiles, unchanged
+from kvwatch.observe.nextstart_kubernetes import manifest_command
 from kvwatch.observe.nextstart_systemd import SYSTEM_PATHS, Manager, command_of, unit_command
 from kvwatch.observe.nextstart_version import installed_version, names_its_environment
 from kvwatch.observe.procfs import PROC, process_root
 from kvwatch.observe.records import Failure, Launch, ModelConfig, NextStart, Process
+from kvwatch.observe.safeyaml import NotYaml, load_documents
 
 _USER_MANAGER = re.compile(r"/user@(\d+)\.service/")
 _UNIT_TEXT = re.compile(r"^\[(?:Unit|Service|Install)\]\s*$", re.MULTILINE)
@@ -149,8 +152,22 @@ class _Reader:
         name = configured.service or configured.files[0].name
         if _UNIT_TEXT.search(texts[0]):
             return _Source("systemd", _found(self._configured_unit(name, paths, texts), paths[0]))
-        script = StartCommand((), cwd=None)
-        return _Source("script", sole_server(texts[0], script, self.own.text))
+        if configured.files[0].suffix in _YAML_SUFFIXES:
+            return self._from_yaml(configured, paths, texts)
+        return _Source("script", sole_server(texts[0], StartCommand(()), self.own.text))
+
+    def _from_yaml(self, configured: LaunchFile, paths: Sequence[str], texts: Sequence[str]) -> _Source:
+        try:
+            documents = [document for text in texts for document in load_documents(text)]
+        except NotYaml as error:
+            raise Unsupported("not_yaml", f"{', '.join(paths)}: {error}") from None
+        first = documents[0] if documents and isinstance(documents[0], Mapping) else {}
+        if "services" in first:
+            folder = str(Path(paths[0]).parent)
+            command = compose_command(documents, configured.service, self.own.text, folder)
+            return _Source("compose", command)
+        command = manifest_command(documents, configured.service, configured.container, self.theirs.text)
+        return _Source("kubernetes", command)
 
     def _configured_unit(self, name: str, paths: Sequence[str], texts: Sequence[str]) -> StartCommand | None:
         manager = Manager((str(Path(paths[0]).parent), *SYSTEM_PATHS))

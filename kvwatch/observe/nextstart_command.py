@@ -25,8 +25,13 @@ _SHELLS = frozenset({"sh", "bash", "dash", "ash", "ksh", "zsh"})
 _CONTAINER_ENGINES = frozenset({"docker", "podman", "nerdctl"})
 _SHEBANG = re.compile(r"#!\s*\S*?(?:/env\s+(?:-S\s+)?)?(?:ba|da|a|k|z)?sh\b")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_SERVER_IMAGE = re.compile(r"(?:^|/)vllm-openai[\w.-]*(?=[:@]|$)")
+"""vLLM's own image and those made from it under its name: their entry point is the server."""
 _OFFICIAL_IMAGE = re.compile(r"(?:^|/)vllm/vllm-openai(?=[:@]|$)")
 _TAG = re.compile(r":v?(\d+\.\d+\.\d+(?:\.?(?:post|rc|a|b)\d+)?)(?:[-+@]|$)")
+_TELLING = frozenset({"--gpu-memory-utilization", "--max-model-len", "--served-model-name"})
+"""Flags that no other program has."""
+
 _MAX_LEVELS = 4
 
 
@@ -54,11 +59,6 @@ class StartCommand:
             return None
         tag = _TAG.search(self.image.rpartition("/")[2])
         return tag[1] if tag else None
-
-
-def is_official_image(image: str) -> bool:
-    """Whether the image is vLLM's own, whose entry point is the server."""
-    return _OFFICIAL_IMAGE.search(image) is not None
 
 
 def serving_command(command: StartCommand, read: ReadText) -> StartCommand | None:
@@ -124,22 +124,38 @@ def _behind_wrapper(command: StartCommand, read: ReadText, levels: int) -> Start
 def _in_container(command: StartCommand) -> StartCommand | None:
     """``docker run … vllm/vllm-openai:TAG ARGUMENTS``: the image's entry point is the server."""
     argv = command.argv
-    at = next((place for place, word in enumerate(argv) if _OFFICIAL_IMAGE.search(word)), None)
+    at = next((place for place, word in enumerate(argv) if _SERVER_IMAGE.search(word)), None)
     if at is None or not {"run", "create"} & set(argv[:at]):
         return None
     options = argv[:at]
     if any(option == "--entrypoint" or option.startswith("--entrypoint=") for option in options):
         raise Unsupported("other_entrypoint", "the container is started with another --entrypoint")
-    return StartCommand(
-        argv=official_arguments(argv[at + 1 :]),
-        environment=_container_environment(options, command.environment),
-        image=argv[at],
-    )
+    environment = _container_environment(options, command.environment)
+    return container_command(argv[at], None, argv[at + 1 :], environment)
 
 
-def official_arguments(words: Sequence[str]) -> tuple[str, ...]:
-    """The command line inside of vLLM's own image for these container arguments."""
-    return tuple(words) if server_arguments(words) is not None else ("vllm", "serve", *words)
+def container_command(
+    image: str | None,
+    entrypoint: Sequence[str] | None,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: str | None = None,
+) -> StartCommand:
+    """What a container runs.
+
+    Args:
+        entrypoint: None for the image's own.
+
+    Raises:
+        Unsupported: vLLM's arguments are given to the entry point of an image that is not vLLM's.
+    """
+    words = [*(entrypoint or ()), *arguments]
+    if entrypoint is None and server_arguments(words) is None:
+        if image is not None and _SERVER_IMAGE.search(image):
+            words = ["vllm", "serve", *words]
+        elif _TELLING & {word.partition("=")[0] for word in words}:
+            raise Unsupported("image_entrypoint", f"what the image {image} starts by itself is not known")
+    return StartCommand(tuple(words), environment, cwd=cwd, image=image or "")
 
 
 def _container_environment(options: Sequence[str], outer: Mapping[str, str]) -> dict[str, str]:
@@ -224,3 +240,24 @@ def sole_server(text: str, command: StartCommand, read: ReadText) -> StartComman
     if found is None:
         raise Unsupported("no_server_command", "no line that kvwatch can read starts a vLLM server")
     return _fully_known(found)
+
+
+def sole(names: Sequence[str], command: Callable[[str], StartCommand | None]) -> StartCommand:
+    """The server among services or containers.
+
+    Raises:
+        Unsupported: none of them is one, several are, or the only one cannot be told.
+    """
+    found: dict[str, StartCommand] = {}
+    problem: Unsupported | None = None
+    for name in names:
+        try:
+            if (server := command(name)) is not None:
+                found[name] = server
+        except Unsupported as unsupported:
+            problem = problem or unsupported
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        raise Unsupported("several_servers", f"{', '.join(found)} are vLLM servers: name one in kvwatch.yaml")
+    raise problem or Unsupported("no_server_command", "nothing in it starts a vLLM server")
