@@ -143,34 +143,19 @@ class ModelConfig:
     text: Section
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    def read(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read a parsed config.json.
-
-        Args:
-            config: the file's content.
-            overrides: ``--hf-overrides``: fields that replace the file's, nested parts merged.
 
         Raises:
             Unsupported: not a model's configuration.
         """
-        own = _merged(config, overrides) if overrides else config
-        model_type = own.get("model_type")
+        model_type = config.get("model_type")
         if not isinstance(model_type, str):
             raise Unsupported("incomplete_config", "config.json: model_type is missing")
-        architectures = own.get("architectures")
+        architectures = config.get("architectures")
         architecture = architectures[0] if isinstance(architectures, list) and architectures else ""
-        root = Section(own, model_type)
+        root = Section(config, model_type)
         return cls(architecture, root, _text_section(root))
-
-
-def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    merged = dict(config)
-    for name, value in overrides.items():
-        old = merged.get(name)
-        merged[name] = (
-            _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-        )
-    return merged
 
 
 def _text_section(root: Section) -> Section:

@@ -165,9 +165,23 @@ class Settings:
 
 
 def resolve(
-    config: ModelConfig, traits: Traits, flags: Flags, *, device: Device, release: Release
+    config: ModelConfig,
+    traits: Traits,
+    flags: Flags,
+    *,
+    device: Device,
+    release: Release,
+    stated_length: float | None = None,
 ) -> Settings:
     """Work out what vLLM runs with.
+
+    Args:
+        config: the model.
+        traits: what it is.
+        flags: what the server was told.
+        device: the card.
+        release: the vLLM release.
+        stated_length: what ``derived_length`` gives, where it is at hand.
 
     Raises:
         Refused: vLLM refuses these flags for this model.
@@ -175,7 +189,8 @@ def resolve(
     check_parallel(config, traits, flags)
     dtype = model_dtype(config, flags, device=device, pooling=traits.pooling)
     cache = cache_dtype(config, flags)
-    stated_length = derived_length(config, flags)
+    if stated_length is None:
+        stated_length = derived_length(config, flags)
     derived = flags.max_model_len or DEFAULT_LENGTH if stated_length == math.inf else int(stated_length)
     auto = flags.max_model_len == AUTO_LENGTH and release.has_auto_length
     max_model_len = _max_model_len(config, flags, stated_length)

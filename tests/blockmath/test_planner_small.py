@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from kvwatch.blockmath.grouping import Stage
-from kvwatch.blockmath.pool import Pool, pool_of
+from kvwatch.blockmath.pool import Pool, shape_of
 from kvwatch.blockmath.releases import Release
 from kvwatch.blockmath.settings import Settings
 from kvwatch.blockmath.specs import Kind, LayerSpec
@@ -79,13 +79,8 @@ def plan(case: Case) -> Pool:
         conv_state_dtype="bfloat16",
         ssm_state_dtype=None,
     )
-    return pool_of(
-        stages_of(case),
-        settings,
-        release=Release.parse("0.32.0"),
-        label="given",
-        blocks_override=case["override"],
-    )
+    shape = shape_of(stages_of(case), settings, label="given")
+    return shape.pool(settings, release=Release.parse("0.32.0"), blocks_override=case["override"])
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
