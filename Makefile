@@ -55,5 +55,5 @@ $(installed): pyproject.toml
 	@touch $@
 
 $(developed): $(installed)
-	@$(pip) --group dev
+	@$(pip) --group dev --group deploy
 	@touch $@

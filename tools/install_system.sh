@@ -11,6 +11,8 @@ needs=(
     "py:ensurepip    python3-venv"
     "prometheus      prometheus"
     "promtool        prometheus"
+    "amtool          prometheus-alertmanager"
+    "systemd-analyze systemd"
 )
 python=${PYTHON:-python3}
 
