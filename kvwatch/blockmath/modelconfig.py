@@ -143,12 +143,18 @@ class ModelConfig:
     text: Section
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> ModelConfig:
+    def read(cls, config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ModelConfig:
         """Read a parsed config.json.
+
+        Args:
+            config: the file's content.
+            overrides: ``--hf-overrides``: fields that replace the file's, nested parts merged.
 
         Raises:
             Unsupported: not a model's configuration.
         """
+        if overrides:
+            config = _merged(config, overrides)
         model_type = config.get("model_type")
         if not isinstance(model_type, str):
             raise Unsupported("incomplete_config", "config.json: model_type is missing")
@@ -156,6 +162,17 @@ class ModelConfig:
         architecture = architectures[0] if isinstance(architectures, list) and architectures else ""
         root = Section(config, model_type)
         return cls(architecture, root, _text_section(root))
+
+
+def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    merged = dict(config)
+    for name, value in overrides.items():
+        old = merged.get(name)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            merged[name] = _merged(old, value)
+        else:
+            merged[name] = value
+    return merged
 
 
 def _text_section(root: Section) -> Section:

@@ -32,7 +32,7 @@ from kvwatch.blockmath.releases import Release
 from kvwatch.blockmath.settings import Settings
 from kvwatch.blockmath.specs import Growth, LayerSpec, Load
 
-__all__ = ["Planner", "Pool", "PoolStage", "Shape", "overridden", "plan_pool", "shape_of"]
+__all__ = ["Planner", "Pool", "PoolStage", "Shape", "plan_pool", "shape_of"]
 
 MAMBA_MODES: Final = {"one": "none", "length": "all"}
 """The cache mode that counts state blocks as releases before the modes did."""
@@ -162,16 +162,24 @@ class Planner:
             in a file of its own, ``hf_quant_config.json``; it belongs in here, as vLLM reads it.
         device: the card.
         release: the vLLM release.
+        overrides: ``--hf-overrides``, which the flags of every plan then have to name as well.
 
     Raises:
         Unsupported: the core cannot say, of this architecture or of this release.
     """
 
-    def __init__(self, config: Mapping[str, Any], *, device: Device, release: Release) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        device: Device,
+        release: Release,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._overrides = overrides or None
         self._device = device
         self._release = release
-        self._model = ModelConfig.read(config)
+        self._model = ModelConfig.read(config, overrides)
         self._family = family_of(self._model)
         self._traits = traits_of(self._model, self._family)
         check_release(self._traits, release)
@@ -191,7 +199,10 @@ class Planner:
         Raises:
             Refused: vLLM refuses these flags for this model by arithmetic.
             Unsupported: the core cannot say.
+            ValueError: the flags override config.json in another way than this planner does.
         """
+        if (flags.hf_overrides or None) != self._overrides:
+            raise ValueError("a planner holds one model: its overrides and those of the flags differ")
         settings = settings_module.resolve(
             self._model,
             self._traits,
@@ -279,22 +290,8 @@ def plan_pool(
         Refused: vLLM refuses these flags for this model by arithmetic.
         Unsupported: the core cannot say, of this architecture or of this release.
     """
-    if flags.hf_overrides:
-        config = overridden(config, flags.hf_overrides)
-    planner = Planner(config, device=device, release=release)
+    planner = Planner(config, device=device, release=release, overrides=flags.hf_overrides)
     return planner.plan(flags, effective_block_size=effective_block_size)
-
-
-def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json with ``--hf-overrides`` in it: fields replace the file's, nested parts are merged."""
-    merged = dict(config)
-    for name, value in overrides.items():
-        old = merged.get(name)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            merged[name] = overridden(old, value)
-        else:
-            merged[name] = value
-    return merged
 
 
 def partition(layers: int, stages: int) -> list[int]:
