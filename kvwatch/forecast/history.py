@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvwatch.forecast.restart import RestartForecast
@@ -14,6 +15,8 @@ from kvwatch.observe.records import VllmRecord
 RECENT_CYCLES = 8
 UNSTABLE_BYTES = 64 * 2**20
 """Others' memory that moves by more than this within the last cycles can abort vLLM's profiling."""
+MAX_POINTS = 60
+"""Points of a margin's course that are handed out."""
 
 _Key = tuple[str, float | None, str]
 
@@ -26,11 +29,16 @@ class Outlook:
         margin: the fall of the margin that is used up first; None where none falls steadily.
         kv_full_at: Unix time by engine at which the KV cache is full, where it fills steadily.
         unstable_gpus: cards on which other processes' memory moves.
+        margins_gpu: the card whose margin is the smallest now; None where no margin is known.
+        margins: its course, (Unix time, bytes), oldest first and at most MAX_POINTS. Each point is the lowest
+            of its span, so that no low is lost.
     """
 
     margin: Trend | None
     kv_full_at: dict[str, float]
     unstable_gpus: tuple[str, ...]
+    margins_gpu: str | None = None
+    margins: tuple[tuple[float, float], ...] = ()
 
 
 class History:
@@ -65,13 +73,11 @@ class History:
     def outlook(self, server: ServerState) -> Outlook:
         """What the series of one server say."""
         identity = _identity(server)
-        margins = [
-            trend
-            for key, series in self._margins.items()
-            if key[:2] == identity and (trend := series.trend()) is not None
-        ]
+        courses = {key[2]: series for key, series in self._margins.items() if key[:2] == identity}
+        trends = [trend for series in courses.values() if (trend := series.trend()) is not None]
+        tightest = min(courses, key=lambda gpu: courses[gpu].samples[-1][1], default=None)
         return Outlook(
-            margin=min(margins, key=lambda trend: trend.zero_at, default=None),
+            margin=min(trends, key=lambda trend: trend.zero_at, default=None),
             kv_full_at={
                 key[2]: trend.zero_at
                 for key, series in self._free.items()
@@ -82,6 +88,8 @@ class History:
                 for key, held in self._others.items()
                 if key[:2] == identity and max(held) - min(held) > UNSTABLE_BYTES
             ),
+            margins_gpu=tightest,
+            margins=() if tightest is None else _lows(courses[tightest].samples),
         )
 
 
@@ -91,6 +99,14 @@ def _identity(server: ServerState) -> tuple[str, float | None]:
 
 def _key(server: ServerState, part: str) -> _Key:
     return (*_identity(server), part)
+
+
+def _lows(samples: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """The lowest sample of each of at most MAX_POINTS spans, the newest sample always among them."""
+    *earlier, newest = samples
+    size = max(1, math.ceil(len(earlier) / (MAX_POINTS - 1)))
+    spans = (earlier[start : start + size] for start in range(0, len(earlier), size))
+    return (*(min(span, key=lambda sample: sample[1]) for span in spans), newest)
 
 
 def _tightest_margins(forecast: RestartForecast) -> Iterator[tuple[str, float]]:

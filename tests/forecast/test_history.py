@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvwatch.config import GIB, Config
-from kvwatch.forecast.history import History, Outlook
+from kvwatch.forecast.history import MAX_POINTS, History, Outlook
 from kvwatch.forecast.restart import forecast_restart
 from kvwatch.node import join
 from tests.nodes import NOW, process, serving_node
@@ -74,3 +74,17 @@ def test_a_server_that_is_gone_is_forgotten() -> None:
     empty = type(gone)(time=NOW + 71 * 60, gpus=gone.gpus, servers=(), sources=())
     watched.history.add(empty, {})
     assert watched.outlook.margin is None
+
+
+def test_the_course_is_thinned_and_keeps_lows_and_the_newest() -> None:
+    watched = Watched()
+    assert watched.history.outlook(join(serving_node(), Config()).servers[0]).margins == ()
+    watched.play(*[5 * GIB if minute == 90 else GIB for minute in range(200)], 2 * GIB)
+    outlook = watched.outlook
+    times, margins = zip(*outlook.margins, strict=True)
+    assert outlook.margins_gpu == "0"
+    assert len(margins) <= MAX_POINTS
+    assert list(times) == sorted(times)
+    assert times[-1] == NOW + 200 * 60
+    assert min(margins) == margins[0] - 4 * GIB
+    assert margins[-1] == margins[0] - GIB
