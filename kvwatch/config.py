@@ -44,18 +44,29 @@ class Poll:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Matches a process by program name, user or workload: shell patterns, all given ones must match."""
+    """Matches a process by shell patterns, of which all given ones must match.
+
+    Attributes:
+        workload: unit, pod or job that the process runs in, else its container's short id.
+        container: container id in full, or an LXC container's name.
+    """
 
     program: str | None = None
     user: str | None = None
     workload: str | None = None
+    container: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """How the processes on a card are told apart."""
+    """How the processes on a card are told apart.
+
+    Attributes:
+        release_grace: seconds for which memory of a process that has ended counts as on its way back.
+    """
 
     top: int = 20
+    release_grace: float = 60.0
     allowed: tuple[Rule, ...] = ()
     neighbours: tuple[Rule, ...] = ()
 
@@ -245,9 +256,10 @@ def _rule(section: Section) -> Rule:
             program=section.value("program", plain_text, None),
             user=section.value("user", plain_text, None),
             workload=section.value("workload", plain_text, None),
+            container=section.value("container", plain_text, None),
         )
     if rule == Rule():
-        raise section.error("needs program, user or workload")
+        raise section.error("needs program, user, workload or container")
     return rule
 
 
@@ -258,6 +270,7 @@ def _holders(section: Section | None) -> Holders:
     with section.closing():
         return Holders(
             top=section.value("top", count, default.top),
+            release_grace=section.value("release_grace", duration, default.release_grace),
             allowed=tuple(_rule(rule) for rule in section.sections("allowed")),
             neighbours=tuple(_rule(rule) for rule in section.sections("neighbours")),
         )
@@ -328,6 +341,7 @@ def as_mapping(config: Config) -> Mapping[str, Any]:
         "discovery": config.discovery,
         "holders": {
             "top": config.holders.top,
+            "release_grace": config.holders.release_grace,
             "allowed": [_rule_mapping(rule) for rule in config.holders.allowed],
             "neighbours": [_rule_mapping(rule) for rule in config.holders.neighbours],
         },

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvwatch.blockmath.errors import Unsupported
 from kvwatch.blockmath.releases import Release
 from kvwatch.config import Config
+from kvwatch.ledger import EMPTY, Ledger, Remembered
+from kvwatch.lineage import Identity, Lineage, identity
 from kvwatch.observe.cycle import Observation, ObservedServer, SourceStatus
 from kvwatch.observe.records import (
     Failure,
     Gpu,
-    GpuProcess,
     Launch,
     ModelConfig,
     NextStart,
     Process,
     VllmRecord,
 )
-from kvwatch.ownership import Owner, Ownership, classify
+from kvwatch.ownership import Owner, Ownership, Ownerships, left_behind
 
 MAX_LABEL = 128
 
@@ -54,9 +55,11 @@ class GpuState:
 
     Attributes:
         holders: largest first; those of unknown size last.
-        residue: bytes in use that no named process holds; None where a part of the sum is unknown.
+        residue: bytes in use that no named process holds and that are not known to be on their way back; None
+            where a part of the sum is unknown.
         visibility: share of the named pids that could be resolved, None where no list could be read.
         inconsistent: the processes' sum exceeds what the card says is used.
+        released: bytes on their way back that no list names any more.
     """
 
     gpu: Gpu
@@ -64,6 +67,14 @@ class GpuState:
     residue: int | None
     visibility: float | None
     inconsistent: bool
+    released: int = 0
+
+    @property
+    def coming_back(self) -> int:
+        """Bytes that processes which have ended held, and that will be free in a moment."""
+        return self.released + sum(
+            holder.used_bytes or 0 for holder in self.holders if holder.ownership.owner is Owner.RELEASING
+        )
 
     def held(self) -> dict[tuple[Owner, str], int]:
         """Bytes per (owner, server). A class whose bytes are not known in full is left out."""
@@ -78,8 +89,13 @@ class GpuState:
         if self.residue is None:
             unknown.add((Owner.UNATTRIBUTED, ""))
         else:
+            sums[Owner.RELEASING, ""] += self.released
             sums[Owner.UNATTRIBUTED, ""] += self.residue
-        return {key: held for key, held in sums.items() if key not in unknown}
+        return {
+            key: held
+            for key, held in sums.items()
+            if key not in unknown and (held or key[0] is not Owner.RELEASING)
+        }
 
     def held_by_server(self, name: str) -> int | None:
         """Bytes that one server's processes hold here; None where they are not all known."""
@@ -126,40 +142,73 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """The node at one moment. Immutable; a new one each cycle."""
+    """The node at one moment. Immutable; a new one each cycle.
+
+    Attributes:
+        ledger: what the next cycle has to know.
+    """
 
     time: float
     gpus: tuple[GpuState, ...]
     servers: tuple[ServerState, ...]
     sources: tuple[SourceStatus, ...]
     failures: tuple[Failure, ...] = ()
+    ledger: Ledger = EMPTY
 
     def gpu(self, index: str) -> GpuState | None:
         """The GPU of that index."""
         return next((state for state in self.gpus if state.gpu.index == index), None)
 
 
-def join(observation: Observation, config: Config) -> NodeSnapshot:
-    """One cycle's records as one snapshot."""
-    names = _names(observation.servers)
-    members = {
-        pid: name for server, name in zip(observation.servers, names, strict=True) for pid in server.members
-    }
-    processes: Mapping[int, Process] = (
-        {} if isinstance(observation.processes, Failure) else observation.processes.processes
-    )
+def join(observation: Observation, config: Config, ledger: Ledger = EMPTY) -> NodeSnapshot:
+    """One cycle's records as one snapshot.
+
+    Args:
+        ledger: of the cycle before.
+    """
+    now, rules = observation.time, config.holders
+    lineage = Lineage(observation.processes)
+    left = left_behind(observation.servers, lineage, ledger, now)
+    live = tuple(server for server in observation.servers if server not in left)
+    named = dict(zip(_names(live), live, strict=True))
+    strays = frozenset(pid for server in left for pid in server.members)
+    owners = Ownerships(lineage, named, rules, left=strays, ledger=ledger, now=now)
     listed = () if isinstance(observation.nvml, Failure) else observation.nvml.gpus
-    gpus = tuple(_gpu_state(gpu, processes, members, config) for gpu in listed)
-    servers = tuple(
-        _server_state(server, name, gpus) for server, name in zip(observation.servers, names, strict=True)
-    )
+    since = now - rules.release_grace
+    gpus = tuple(_gpu_state(gpu, lineage, owners, ledger, since) for gpu in listed)
     return NodeSnapshot(
-        time=observation.time,
+        time=now,
         gpus=gpus,
-        servers=servers,
+        servers=tuple(_server_state(server, name, gpus) for name, server in named.items()),
         sources=observation.sources,
         failures=tuple(_failures(observation)),
+        ledger=ledger.turned(
+            lineage,
+            _remembered(gpus, owners, now),
+            {_card(state.gpu): state.residue for state in gpus if state.residue is not None},
+            now=now,
+            grace=rules.release_grace,
+        ),
     )
+
+
+def _card(gpu: Gpu) -> str:
+    """What a card is known by from one cycle to the next: indices move when one falls off the bus."""
+    return gpu.uuid or gpu.index
+
+
+def _remembered(gpus: tuple[GpuState, ...], owners: Ownerships, now: float) -> dict[Identity, Remembered]:
+    held: defaultdict[Identity, dict[str, int]] = defaultdict(dict)
+    processes: dict[Identity, Process] = {}
+    for state in gpus:
+        for holder in state.holders:
+            if holder.process is None:
+                continue
+            who = identity(holder.process)
+            processes[who] = holder.process
+            if holder.used_bytes is not None:
+                held[who][_card(state.gpu)] = holder.used_bytes
+    return {who: Remembered(owners.origin(process), held[who], now) for who, process in processes.items()}
 
 
 def _failures(observation: Observation) -> Iterable[Failure]:
@@ -183,36 +232,41 @@ def _failures(observation: Observation) -> Iterable[Failure]:
             yield server.next_start
 
 
-def _gpu_state(
-    gpu: Gpu, processes: Mapping[int, Process], members: Mapping[int, str], config: Config
-) -> GpuState:
+def _gpu_state(gpu: Gpu, lineage: Lineage, owners: Ownerships, ledger: Ledger, since: float) -> GpuState:
     listed = gpu.processes or {}
-    holders = [_holder(gpu, entry, processes, members, config) for entry in listed.values()]
+    holders = [
+        Holder(
+            gpu.index, entry.pid, lineage.get(entry.pid), entry.used_bytes, entry.kinds, owners.of(entry.pid)
+        )
+        for entry in listed.values()
+    ]
     holders.sort(key=lambda holder: (-(holder.used_bytes or 0), holder.pid))
     residue = _residue(gpu)
-    resolved = sum(holder.process is not None for holder in holders)
-    visibility = None
-    if gpu.processes is not None:
-        visibility = resolved / len(holders) if holders else 1.0
+    released = _released(gpu, residue, lineage, ledger, since)
     return GpuState(
         gpu=gpu,
         holders=tuple(holders),
-        residue=max(residue, 0) if residue is not None else None,
-        visibility=visibility,
+        residue=max(residue - released, 0) if residue is not None else None,
+        visibility=_visibility(gpu, holders),
         inconsistent=residue is not None and residue < 0,
+        released=released,
     )
 
 
-def _holder(
-    gpu: Gpu,
-    entry: GpuProcess,
-    processes: Mapping[int, Process],
-    members: Mapping[int, str],
-    config: Config,
-) -> Holder:
-    process = processes.get(entry.pid)
-    ownership = classify(process, entry.pid, members, config.holders)
-    return Holder(gpu.index, entry.pid, process, entry.used_bytes, entry.kinds, ownership)
+def _visibility(gpu: Gpu, holders: list[Holder]) -> float | None:
+    """A process that ended a moment ago was seen then."""
+    if gpu.processes is None:
+        return None
+    resolved = sum(one.process is not None or one.ownership.owner is Owner.RELEASING for one in holders)
+    return resolved / len(holders) if holders else 1.0
+
+
+def _released(gpu: Gpu, residue: int | None, lineage: Lineage, ledger: Ledger, since: float) -> int:
+    """The part of the residue that is new since processes ended which held as much or more."""
+    before = ledger.unattributed.get(_card(gpu))
+    if residue is None or before is None or not lineage.known:
+        return 0
+    return max(0, min(residue - before, ledger.released(_card(gpu), gpu.processes or (), lineage, since)))
 
 
 def _residue(gpu: Gpu) -> int | None:

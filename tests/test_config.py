@@ -11,6 +11,7 @@ from kvwatch.blockmath.flags import Flags
 from kvwatch.config import (
     GIB,
     Config,
+    Holders,
     Plan,
     Rule,
     ServerConfig,
@@ -56,7 +57,9 @@ poll: {interval: 500ms, nvml_timeout: 2}
 discovery: false
 holders:
   top: 5
+  release_grace: 2m
   allowed: [{program: Xorg, user: "gdm*"}]
+  neighbours: [{container: "3f2a*"}]
 restart: {cuda_context: 1GiB, nccl: 0}
 servers:
   - url: http://localhost:8000/
@@ -72,7 +75,12 @@ plans:
     assert config.web.listen_addresses == ("127.0.0.1:1", "unix:/run/k")
     assert config.web.config_file == Path("/etc/kvwatch/web.yml")
     assert (config.poll.interval, config.poll.nvml_timeout, config.poll.vllm_timeout) == (0.5, 2.0, 4.0)
-    assert config.holders.allowed == (Rule(program="Xorg", user="gdm*"),)
+    assert config.holders == Holders(
+        top=5,
+        release_grace=120.0,
+        allowed=(Rule(program="Xorg", user="gdm*"),),
+        neighbours=(Rule(container="3f2a*"),),
+    )
     assert (config.restart.cuda_context, config.restart.nccl) == (GIB, 0)
     assert config.servers == (
         ServerConfig(
@@ -95,10 +103,14 @@ plans:
         ("poll: {interval: 0}", "k.yaml:1: poll.interval: 0 is not a duration (15s, 500ms, 5m)"),
         ("restart: {nccl: 2 GiBs}", "k.yaml:1: restart.nccl: '2 GiBs' is not a size (1048576, 512MiB, 2GiB)"),
         ("discovery: maybe", "k.yaml:1: discovery: 'maybe' is not true or false"),
+        (
+            "holders: {release_grace: never}",
+            "k.yaml:1: holders.release_grace: 'never' is not a duration (15s, 500ms, 5m)",
+        ),
         ("holders: {top: 0}", "k.yaml:1: holders.top: 0 is not a whole number of at least 1"),
         (
             "holders:\n  allowed:\n    - {}",
-            "k.yaml:3: holders.allowed[0]: needs program, user or workload",
+            "k.yaml:3: holders.allowed[0]: needs program, user, workload or container",
         ),
         ("servers:\n  - name: x", "k.yaml:2: servers[0].url: missing"),
         ("servers: 3", "k.yaml:1: servers: expected a list"),

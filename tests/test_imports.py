@@ -14,6 +14,8 @@ LAYERS = (
     {"kvwatch.units", "kvwatch.yamlfile"},
     {"kvwatch.config"},
     {"kvwatch.observe"},
+    {"kvwatch.lineage"},
+    {"kvwatch.ledger"},
     {"kvwatch.ownership"},
     {"kvwatch.node"},
     {"kvwatch.headroom"},

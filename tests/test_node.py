@@ -24,22 +24,22 @@ def test_each_class_of_holder() -> None:
         )
     )
     found = owners(
-        (process(1, "VLLM::Worker_TP0"), GIB),
-        (process(2, "chat::EngineCore_DP1"), GIB),
-        (process(3, "ipykernel_launcher", user="dana"), GIB),
-        (process(4, "Xorg", user="root"), GIB),
-        (process(5, "ollama", user="ollama", unit="ollama.service"), GIB),
-        (process(6, "ollama", user="dana", unit="ollama.service"), GIB),
+        (process(11, "VLLM::Worker_TP0"), GIB),
+        (process(12, "chat::EngineCore_DP1"), GIB),
+        (process(13, "ipykernel_launcher", user="dana"), GIB),
+        (process(14, "Xorg", user="root"), GIB),
+        (process(15, "ollama", user="ollama", unit="ollama.service"), GIB),
+        (process(16, "ollama", user="dana", unit="ollama.service"), GIB),
         config=config,
     )
     assert found == {
         PARENT + 1: Owner.SERVER,
-        1: Owner.ORPHAN,
-        2: Owner.ORPHAN,
-        3: Owner.FOREIGN,
-        4: Owner.ALLOWED,
-        5: Owner.NEIGHBOUR,
-        6: Owner.FOREIGN,
+        11: Owner.ORPHAN,
+        12: Owner.ORPHAN,
+        13: Owner.FOREIGN,
+        14: Owner.ALLOWED,
+        15: Owner.NEIGHBOUR,
+        16: Owner.FOREIGN,
     }
 
 
