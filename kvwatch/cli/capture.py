@@ -23,7 +23,6 @@ def add_parser(commands: Any) -> None:
     """The command's arguments."""
     parser = commands.add_parser(
         "capture",
-        help="write what kvwatch sees to a file for a bug report",
         description="Looks at this node once and writes to FILE what was seen: GPUs, processes, servers,"
         " their models and the configuration. Command lines, environments, user names, home directories and"
         " anything like a key are left out; the file itself says so.",

@@ -13,7 +13,6 @@ def add_parser(commands: Any) -> None:
     """The command's arguments."""
     parser = commands.add_parser(
         "check-config",
-        help="check a configuration file",
         description="Checks a configuration file and names the line and field of the first error.",
     )
     parser.add_argument("file", metavar="FILE", type=Path)

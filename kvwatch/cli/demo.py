@@ -23,7 +23,6 @@ def add_parser(commands: Any) -> None:
     """The command's arguments."""
     parser = commands.add_parser(
         "demo",
-        help="watch an embedded node: no GPU and no vLLM needed",
         description="Serves the page of an embedded node on which a leftover worker and a notebook take VRAM"
         " until a restart becomes infeasible, then are killed. A round takes half a simulated hour.",
     )

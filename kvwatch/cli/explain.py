@@ -25,7 +25,6 @@ def add_parser(subparsers: Any) -> None:
     """Add the `explain` command to an argparse subparsers object."""
     parser = subparsers.add_parser(
         "explain",
-        help="say why a vLLM server did not start, from its log",
         description="Read a vLLM server's log and say what failed, why, and what to change.",
         epilog="Exit status: 0 nothing failed, 1 a failure was found, 2 the log could not be read.",
     )

@@ -4,30 +4,47 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
 
 from kvwatch import __version__
-from kvwatch.cli import capture, check_config, demo, explain, plan, run, status
 
-COMMANDS = (run, status, plan, explain, capture, demo, check_config)
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "run": "watch this node and serve the page",
+        "status": "GPUs with owners, servers with headroom and verdict",
+        "plan": "would a model start on some cards, and what would fit?",
+        "explain": "say why a vLLM server did not start, from its log",
+        "capture": "write what kvwatch sees to a file for a bug report",
+        "demo": "watch an embedded node: no GPU and no vLLM needed",
+        "check-config": "check a configuration file",
+    }
+)
+"""Commands and what `kvwatch --help` says of them. Each is the module of its name in `kvwatch.cli`."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The command line, in full for one command: only its module is imported."""
     top = argparse.ArgumentParser(
         prog="kvwatch",
         description="Tells whether the vLLM servers of a node would start again, and what holds their VRAM.",
     )
     top.add_argument("--version", action="version", version=f"kvwatch {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add_parser(commands)
+    for name, summary in COMMANDS.items():
+        if name == command:
+            import_module(f"kvwatch.cli.{name.replace('-', '_')}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=summary)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (argparse itself exits with 2 on a wrong command line)."""
-    args = parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    command = next((word for word in argv if not word.startswith("-")), None)
+    args = parser(command).parse_args(argv)
     try:
         code: int = args.run(args)
     except BrokenPipeError:

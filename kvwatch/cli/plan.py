@@ -64,7 +64,6 @@ def add_parser(commands: Any) -> None:
     """The command's arguments."""
     parser = commands.add_parser(
         "plan",
-        help="would a model start on some cards, and what would fit?",
         usage="kvwatch plan [MODEL] [--gpu CARD] [options] [vLLM's flags]",
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -33,7 +33,6 @@ def add_parser(commands: Any) -> None:
     """The command's arguments."""
     parser = commands.add_parser(
         "run",
-        help="watch this node and serve the page",
         description="Watches this node and serves the page for Prometheus.",
     )
     add_config_argument(parser)

@@ -42,9 +42,31 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvwatch {__version__}\n"
 
 
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    listed = " ".join(capsys.readouterr().out.split())
+    assert all(f"{name} {summary}" in listed for name, summary in COMMANDS.items())
+
+
 @pytest.mark.parametrize(
-    "command", [module.__name__.rsplit(".", 1)[1].replace("_", "-") for module in COMMANDS]
+    "argv", [["--version"], ["--help"], ["check-config", "--help"], ["check-config", "k.yaml"]]
 )
+def test_a_light_command_imports_nothing_heavy(argv: list[str], tmp_path: Path) -> None:
+    (tmp_path / "k.yaml").write_text("poll: {interval: 1s}\n", encoding="utf-8")
+    program = "import sys; from kvwatch.cli.main import main\n"
+    program += f"try: main({argv!r})\nexcept SystemExit: pass\n"
+    program += (
+        "print(*sorted({'numpy', 'requests', 'pynvml', 'psutil'} & sys.modules.keys()), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == "\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -129,9 +151,8 @@ def test_the_demo_serves_its_page_and_ends_on_sigterm(tmp_path: Path) -> None:
         text=True,
     )
     try:
-        assert process.stderr is not None
-        address = process.stderr.readline().rsplit(" ", 1)[1].strip()
-        url = f"http://{address}"
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[1].rstrip("/")
         for _ in range(100):
             page = requests.get(f"{url}/metrics", timeout=5)
             if page.ok:
