@@ -379,10 +379,11 @@ class _Judge:
         sure = self._without_measure(coming)
         if sure is not None:
             return sure
-        measured = coming.judge() if doubt.reason == "activation_unknown" else None
-        direction = self._direction(base, coming)
-        if measured is not None and measured.feasible is (direction < 0) and direction:
-            return measured
+        direction = self._direction(base, coming) if doubt.reason == "activation_unknown" else 0
+        if direction:
+            measured = coming.judge()
+            if measured.feasible is (direction < 0):
+                return measured
         raise Unsupported(doubt.reason, doubt.detail)
 
     def _without_measure(self, coming: Situation) -> Verdict | None:
