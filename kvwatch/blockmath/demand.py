@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import mul
+from math import gcd
+from operator import le, mul
 
 from kvwatch.blockmath.specs import Growth
 
@@ -64,7 +65,8 @@ class Demand:
     def fits(self, length: int, room: Sequence[int]) -> bool:
         """Whether every stage has room."""
         blocks = [growth.blocks(length) for growth in self.growths]
-        return all(sum(map(mul, row, blocks)) <= left for row, left in zip(self.weights, room, strict=True))
+        needs = [sum(map(mul, row, blocks)) for row in self.weights]
+        return all(map(le, needs, room))
 
     def longest(self, room: Sequence[int], top: int) -> int:
         """The largest length up to ``top`` for which every stage has room; 0 where there is none."""
@@ -87,11 +89,13 @@ class Demand:
         return steps if steps * self.step >= max(self.saturation, 1) else None
 
     def _searched(self, room: Sequence[int], top: int) -> int:
-        low, high = 1, top
+        # Needs change just after multiples of the block sizes only.
+        unit = gcd(*(growth.block_size * growth.shards for growth in self.growths))
+        low, high = 1, -(-top // unit)
         while high - low > 1:
             middle = (low + high) // 2
-            if self.fits(middle, room):
+            if self.fits(middle * unit, room):
                 low = middle
             else:
                 high = middle
-        return low
+        return low * unit

@@ -80,25 +80,37 @@ class Section(Mapping[str, Any]):
     A field that is absent and one that is null are the same: ``get`` gives the default for both.
     """
 
-    __slots__ = ("_defaults", "model_type", "own")
+    __slots__ = ("_defaults", "_known", "model_type", "own")
 
     def __init__(self, own: Mapping[str, Any], model_type: str) -> None:
         self.own = own
         self.model_type = model_type
         self._defaults = class_defaults(model_type)
+        self._known: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field, or the default where it is absent or null."""
+        if name not in self._known:
+            self._known[name] = self._find(name)
+        value = self._known[name]
+        return default if value is None else value
+
+    def _find(self, name: str) -> Any:
         value = self.own.get(name)
         if value is not None:
             return value
         target = self._defaults.aliases.get(name)
         if target is not None and self.own.get(target) is not None:
             return self.own[target]
-        if name not in self.own:
-            value = self._defaults.fields.get(target or name, self._defaults.fields.get(name))
-            if value is not None:
-                return value
-        raise KeyError(name)
+        if name in self.own:
+            return None
+        return self._defaults.fields.get(target or name, self._defaults.fields.get(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter({**self._defaults.fields, **self._defaults.aliases, **self.own})

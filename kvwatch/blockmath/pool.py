@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvwatch.blockmath import blocksize
@@ -59,6 +59,9 @@ class Shape:
     layers: CountedLayers
     block_size: int
     mamba_block_size: int
+    _needs: dict[tuple[object, ...], tuple[tuple[Growth, ...], Demand]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def pool(
         self,
@@ -69,17 +72,7 @@ class Shape:
         vocabulary: int | None = None,
     ) -> Pool:
         """The pool at some lengths."""
-        load = Load(
-            max_in_flight_tokens=settings.max_in_flight_tokens,
-            max_encoder_tokens=settings.max_num_encoder_input_tokens,
-            dcp=settings.dcp,
-            mamba_cache_mode=MAMBA_MODES.get(release.mamba_need, settings.mamba_cache_mode),
-        )
-        known: dict[int, Growth] = {}
-        for group in self.groups:
-            if id(group.spec) not in known:
-                known[id(group.spec)] = group.spec.growth(load)
-        growths = tuple(known[id(group.spec)] for group in self.groups)
+        growths, demand = self._need(settings, release)
         return Pool(
             settings=settings,
             layout=self.label,
@@ -87,11 +80,29 @@ class Shape:
             stages=self.stages,
             groups=self.groups,
             growths=growths,
-            demand=self._demand(growths, load, release),
+            demand=demand,
             release=release,
             blocks_override=blocks_override,
             vocabulary=vocabulary,
         )
+
+    def _need(self, settings: Settings, release: Release) -> tuple[tuple[Growth, ...], Demand]:
+        """How the groups grow with a request, and what that asks of the pool; found once for each load."""
+        mode = MAMBA_MODES.get(release.mamba_need, settings.mamba_cache_mode)
+        tokens, encoder = settings.max_in_flight_tokens, settings.max_num_encoder_input_tokens
+        key = (tokens, encoder, settings.dcp, mode, release.admission, release.sums_groups)
+        if key not in self._needs:
+            load = Load(
+                max_in_flight_tokens=tokens,
+                max_encoder_tokens=encoder,
+                dcp=settings.dcp,
+                mamba_cache_mode=mode,
+            )
+            specs = {id(group.spec): group.spec for group in self.groups}
+            known = {name: spec.growth(load) for name, spec in specs.items()}
+            growths = tuple(known[id(group.spec)] for group in self.groups)
+            self._needs[key] = growths, self._demand(growths, load, release)
+        return self._needs[key]
 
     def _demand(self, growths: Sequence[Growth], load: Load, release: Release) -> Demand:
         if release.admission == "layers":

@@ -289,17 +289,20 @@ def model_dtype(config: ModelConfig, flags: Flags, *, device: Device, pooling: b
 
 
 def _stated_dtype(config: ModelConfig) -> str:
-    parts = [config.root, config.text]
-    parts += [
-        Section(part, "")
-        for name in ("vision_config", "encoder_config")
-        if (part := config.root.own.get(name))
-    ]
-    for part in parts:
+    for part in _dtype_parts(config):
         value = part.first("dtype", "torch_dtype")
         if isinstance(value, str):
             return DTYPE_NAMES.get(value.removeprefix("torch."), value)
     return "float32"
+
+
+def _dtype_parts(config: ModelConfig) -> Iterator[Section]:
+    yield config.root
+    yield config.text
+    for name in ("vision_config", "encoder_config"):
+        part = config.root.own.get(name)
+        if part:
+            yield Section(part, "")
 
 
 def cache_dtype(config: ModelConfig, flags: Flags) -> str:
