@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvwatch.blockmath.errors import Unsupported
@@ -145,6 +145,7 @@ class NodeSnapshot:
     """The node at one moment. Immutable; a new one each cycle.
 
     Attributes:
+        plan_models: config.json of the models that plans name, by plan.
         ledger: what the next cycle has to know.
     """
 
@@ -153,6 +154,7 @@ class NodeSnapshot:
     servers: tuple[ServerState, ...]
     sources: tuple[SourceStatus, ...]
     failures: tuple[Failure, ...] = ()
+    plan_models: Mapping[str, ModelConfig | Failure] = field(default_factory=dict)
     ledger: Ledger = EMPTY
 
     def gpu(self, index: str) -> GpuState | None:
@@ -182,6 +184,7 @@ def join(observation: Observation, config: Config, ledger: Ledger = EMPTY) -> No
         servers=tuple(_server_state(server, name, gpus) for name, server in named.items()),
         sources=observation.sources,
         failures=tuple(_failures(observation)),
+        plan_models=observation.plan_models,
         ledger=ledger.turned(
             lineage,
             _remembered(gpus, owners, now),

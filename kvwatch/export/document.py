@@ -86,6 +86,8 @@ def _holder(holder: Holder) -> dict[str, Any]:
         "started": process.start_time if process else None,
         "owner": holder.ownership.owner,
         "server": holder.ownership.server,
+        "former_server": holder.ownership.origin,
+        "reason": holder.ownership.reason,
         "bytes": holder.used_bytes,
     }
 
@@ -120,6 +122,8 @@ def _server(server: ServerState, forecasts: Forecasts) -> dict[str, Any]:
             {
                 "plan": plan.plan.name,
                 "changes": plan.plan.flags.given(),
+                "basis": plan.basis,
+                "assumptions": list(plan.assumptions),
                 **_verdict(plan.verdict, plan.unknown),
             }
             for plan in forecasts.plans[server.name]
@@ -145,6 +149,7 @@ def _restart(restart: RestartForecast) -> dict[str, Any]:
                 "gpu": site.gpu,
                 "total_bytes": site.total,
                 "free_next_bytes": site.free_next,
+                "start_cost_bytes": found.start_cost(found.flags) if found else None,
                 "budget_bytes": budget,
                 "own_bytes": site.own,
                 "non_kv_bytes": site.non_kv,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvwatch.blockmath.flags import AUTO_LENGTH
 from kvwatch.forecast.context import RequestLengths
 from kvwatch.forecast.history import Outlook
+from kvwatch.forecast.remedies import COSTLY
 from kvwatch.forecast.restart import RestartForecast
 from kvwatch.forecast.together import TogetherForecast
 from kvwatch.node import ServerState
@@ -133,9 +134,12 @@ def _auto_would_help(facts: Facts) -> str | None:
 
 
 def _hardware_needed(facts: Facts) -> str | None:
-    if facts.restart.feasible is not False or facts.restart.remedies:
+    if facts.restart.feasible is not False:
         return None
-    return "no flag and no process to stop makes the restart pass: quantized weights, or more or larger GPUs"
+    if any(remedy.action not in COSTLY for remedy in facts.restart.remedies):
+        return None
+    found = " or ".join(remedy.flags for remedy in facts.restart.remedies) or "smaller weights or larger GPUs"
+    return f"neither the cache's flags nor stopping a process makes the restart pass, only {found}"
 
 
 def _utilizations_exceed_card(facts: Facts) -> str | None:

@@ -50,7 +50,7 @@ def forecast(snapshot: NodeSnapshot, config: Config, history: History | None = N
     lengths = {name: request_lengths(server) for name, server in servers.items()}
     return Forecasts(
         restart=restart,
-        plans={name: forecast_plans(config.plans, verdict) for name, verdict in restart.items()},
+        plans={name: forecast_plans(config.plans, verdict, snapshot) for name, verdict in restart.items()},
         outlook=outlook,
         advice={
             name: advise(Facts(server, restart[name], together[name], lengths[name], outlook[name]))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvwatch.blockmath.errors import Unsupported
 from kvwatch.blockmath.flags import Flags
 from kvwatch.blockmath.startup import Verdict
+from kvwatch.forecast.modelled import judge_modelled
 from kvwatch.forecast.situation import Situation
 from kvwatch.node import Holder, NodeSnapshot
 from kvwatch.ownership import Owner
@@ -17,6 +18,9 @@ from kvwatch.units import bytes_text
 
 MAX_UTILIZATION = 0.98
 """Above this the CUDA graphs and the sampler, which live outside the budget, have no room left."""
+
+COSTLY = frozenset({"quantization", "tensor_parallel_size"})
+"""Actions that change the weights or take more cards."""
 
 _IN_THE_WAY = (Owner.ORPHAN, Owner.FOREIGN, Owner.ALLOWED, Owner.NEIGHBOUR)
 
@@ -39,13 +43,17 @@ class Remedy:
 
 
 def remedies(found: Situation, verdict: Verdict, snapshot: NodeSnapshot) -> tuple[Remedy, ...]:
-    """Single changes that turn the verdict, cheapest first: what must go, then what must be typed."""
-    return (
+    """Single changes that turn the verdict, cheapest first: what must go, then what must be typed.
+
+    Other weights and more cards are named only where nothing cheaper helps.
+    """
+    cheap = (
         *_stop_holders(found, snapshot),
         *_utilizations(found),
         *_lengths(verdict, found),
         *_cache_dtypes(found),
     )
+    return cheap or (*_quantized(found, snapshot), *_more_cards(found, snapshot))
 
 
 def _turns(found: Situation, changes: Flags) -> bool:
@@ -129,3 +137,25 @@ def _cache_dtypes(found: Situation) -> Iterator[Remedy]:
     if (found.flags.kv_cache_dtype or "auto") == "auto" and _turns(found, Flags(kv_cache_dtype="fp8")):
         typed = "--kv-cache-dtype fp8"
         yield Remedy("kv_cache_dtype", typed, f"{typed} (half the bytes per token)")
+
+
+def _quantized(found: Situation, snapshot: NodeSnapshot) -> Iterator[Remedy]:
+    if found.flags.quantization is None and _turns_modelled(found, Flags(quantization="fp8"), snapshot):
+        typed = "--quantization fp8"
+        yield Remedy("quantization", typed, f"{typed} (weights in 8 bits, estimated)")
+
+
+def _more_cards(found: Situation, snapshot: NodeSnapshot) -> Iterator[Remedy]:
+    """The smallest larger tensor-parallel size that the node has cards for."""
+    for size in range(found.flags.tp + 1, len(snapshot.gpus) + 1):
+        if _turns_modelled(found, Flags(tensor_parallel_size=size), snapshot):
+            typed = f"--tensor-parallel-size {size}"
+            yield Remedy("tensor_parallel_size", typed, f"{typed} (estimated)")
+            return
+
+
+def _turns_modelled(found: Situation, changes: Flags, snapshot: NodeSnapshot) -> bool:
+    try:
+        return judge_modelled(found, changes, snapshot).verdict.feasible is True
+    except Unsupported:
+        return False

@@ -58,7 +58,7 @@ class RankSite:
 
     Attributes:
         total: as CUDA will report it.
-        free_next: what a start finds free once this server's own memory is back; None where unknown.
+        free_next: free once this server's own memory is back, before the start takes any; None where unknown.
         non_kv: weights, activations, graphs and the rest beside the KV cache; None where unknown.
         own: what the server's processes hold there now; None where unknown.
     """
@@ -91,6 +91,11 @@ class Situation:
     effective_block_size: int | None
     basis: str
     assumptions: tuple[str, ...]
+    costs: Restart
+
+    def start_cost(self, flags: Flags) -> int:
+        """Bytes per GPU that a start takes before vLLM compares free memory with its budget."""
+        return self.costs.cuda_context + (self.costs.nccl if flags.tp * flags.pp > 1 else 0)
 
     def judge(self, changes: Flags | None = None, freed: Mapping[str, int] | None = None) -> Verdict:
         """The verdict on a start with some flags changed and some bytes per GPU freed first.
@@ -99,9 +104,7 @@ class Situation:
             Unsupported: the arithmetic has no answer for these flags.
         """
         given = changes.given() if changes else {}
-        moved = sorted(
-            name for name in ACTIVATION_FLAGS & given.keys() if given[name] != getattr(self.flags, name)
-        )
+        moved = self.moved_by(changes) if changes else []
         if moved:
             raise Unsupported(
                 "activation_unknown",
@@ -112,18 +115,25 @@ class Situation:
             pool = self.pool if given.keys() <= NOT_IN_THE_POOL else self._plan(flags)
         except Refused as refusal:
             return refused(refusal)
-        freed = freed or {}
+        freed, cost = freed or {}, self.start_cost(flags)
         ranks = [
             RankMemory(
                 gpu=site.gpu,
                 stage=site.stage,
                 total_bytes=site.total,
-                free_bytes=None if site.free_next is None else site.free_next + freed.get(site.gpu, 0),
+                free_bytes=None if site.free_next is None else site.free_next + freed.get(site.gpu, 0) - cost,
                 non_kv_bytes=site.non_kv,
             )
             for site in self.sites
         ]
         return judge(pool, flags, ranks, release=self.release)
+
+    def moved_by(self, changes: Flags) -> list[str]:
+        """The changed flags that move more than the KV cache and the budget."""
+        given = changes.given()
+        return sorted(
+            name for name in ACTIVATION_FLAGS & given.keys() if given[name] != getattr(self.flags, name)
+        )
 
     def budgets(self) -> list[tuple[RankSite, int]]:
         """Each rank's site with the bytes that the next start will ask for there."""
@@ -176,7 +186,7 @@ def situation(server: ServerState, snapshot: NodeSnapshot, settings: Restart) ->
         effective_block_size=None if flags.block_size else engines[0].block_size,
     )
     _check_against_server(pool, server, engines)
-    sites = _sites(server, snapshot, flags, pool, engines, settings, release)
+    sites = _sites(server, snapshot, flags, pool, engines, release)
     if any(site.free_next is None for site in sites):
         raise Unsupported("own_memory_unknown", "the memory that the server itself holds cannot be read")
     return Situation(
@@ -189,7 +199,12 @@ def situation(server: ServerState, snapshot: NodeSnapshot, settings: Restart) ->
         sites=sites,
         effective_block_size=engines[0].block_size,
         basis="measured",
-        assumptions=assumptions + _sleeper_assumptions(server, snapshot),
+        assumptions=(
+            *assumptions,
+            *_sleeper_assumptions(server, snapshot),
+            *_release_assumptions(server, snapshot),
+        ),
+        costs=settings,
     )
 
 
@@ -198,6 +213,16 @@ def _sleeper_assumptions(server: ServerState, snapshot: NodeSnapshot) -> tuple[s
         f"{bytes_text(wanted)} on GPU {gpu} kept free for {name}, which sleeps"
         for (name, gpu), wanted in reserved_for_sleepers(snapshot).items()
         if name != server.name and gpu in server.gpus and wanted
+    )
+
+
+def _release_assumptions(server: ServerState, snapshot: NodeSnapshot) -> tuple[str, ...]:
+    states = (snapshot.gpu(index) for index in server.gpus)
+    return tuple(
+        f"{bytes_text(state.coming_back)} on GPU {state.gpu.index} counted as free: processes that held them"
+        " have ended"
+        for state in states
+        if state is not None and state.coming_back
     )
 
 
@@ -250,7 +275,7 @@ def _device(server: ServerState, snapshot: NodeSnapshot) -> Device:
     if state is None or state.gpu.memory is None:
         raise Unsupported("gpu_memory_unknown", f"GPU {server.gpus[0]} does not tell its memory")
     memory = state.gpu.memory
-    return Device(state.gpu.name, _cuda_total(memory), state.gpu.capability)
+    return Device(state.gpu.name, cuda_total(memory), state.gpu.capability)
 
 
 def _check_against_server(pool: Pool, server: ServerState, engines: tuple[Engine, ...]) -> None:
@@ -281,7 +306,6 @@ def _sites(
     flags: Flags,
     pool: Pool,
     engines: tuple[Engine, ...],
-    settings: Restart,
     release: Release,
 ) -> tuple[RankSite, ...]:
     per_engine = flags.tp * flags.pp
@@ -291,7 +315,6 @@ def _sites(
             "ranks_mismatch",
             f"the server has {expected} ranks, memory of it was seen on {len(server.gpus)} GPUs",
         )
-    start_cost = settings.cuda_context + (settings.nccl if per_engine > 1 else 0)
     reserved = reserved_for_sleepers(snapshot)
     sites = []
     for rank, index in enumerate(server.gpus):
@@ -299,16 +322,14 @@ def _sites(
         if state is None or state.gpu.memory is None:
             raise Unsupported("gpu_memory_unknown", f"GPU {index} does not tell its memory")
         stage = rank % per_engine // flags.tp
-        total, own = _cuda_total(state.gpu.memory), state.held_by_server(server.name)
-        kept = start_cost + sum(
-            wanted for (name, gpu), wanted in reserved.items() if gpu == index and name != server.name
-        )
+        total, own = cuda_total(state.gpu.memory), state.held_by_server(server.name)
+        kept = sum(wanted for (name, gpu), wanted in reserved.items() if gpu == index and name != server.name)
         sites.append(
             RankSite(
                 gpu=index,
                 stage=stage,
                 total=total,
-                free_next=None if own is None else state.gpu.memory.free + own - kept,
+                free_next=None if own is None else state.gpu.memory.free + state.coming_back + own - kept,
                 non_kv=_non_kv(total, own, pool.bytes_per_block[stage], engines[rank // per_engine], release),
                 own=own,
             )
@@ -316,7 +337,7 @@ def _sites(
     return tuple(sites)
 
 
-def _cuda_total(memory: GpuMemory) -> int:
+def cuda_total(memory: GpuMemory) -> int:
     """What CUDA calls total, to within some hundred MiB."""
     return memory.total - (memory.reserved or 0)
 

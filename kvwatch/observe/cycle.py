@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from kvwatch.config import NO_FLAGS, Config, ServerConfig
+from kvwatch.blockmath.flags import Flags
+from kvwatch.config import Config, ServerConfig
 from kvwatch.observe.deadline import Guarded
 from kvwatch.observe.records import (
     Failure,
@@ -111,6 +112,7 @@ class Observation:
 
     Attributes:
         time: Unix time at which the cycle began.
+        plan_models: config.json of the models that plans name, by plan.
     """
 
     time: float
@@ -118,6 +120,7 @@ class Observation:
     processes: ProcessRecord | Failure
     servers: tuple[ObservedServer, ...] = ()
     sources: tuple[SourceStatus, ...] = ()
+    plan_models: Mapping[str, ModelConfig | Failure] = field(default_factory=dict)
 
 
 class NodeObserver(Protocol):
@@ -135,9 +138,9 @@ class NodeObserver(Protocol):
 
 @dataclass(slots=True)
 class _Server:
-    """A server's reader and guards, kept from cycle to cycle."""
+    """A server's reader and guards, kept from cycle to cycle. One without an address has no reader."""
 
-    reader: VllmReader
+    reader: VllmReader | None
     vllm: Guarded[VllmRecord | Failure] = field(default_factory=lambda: Guarded("vllm"))
     model: Guarded[ModelConfig | Failure] = field(default_factory=lambda: Guarded("models"))
     next_start: Guarded[NextStart | Failure] = field(default_factory=lambda: Guarded("launch"))
@@ -153,6 +156,7 @@ class Observer:
         self._nvml: Guarded[NvmlRecord | Failure] = Guarded("nvml")
         self._processes: Guarded[tuple[ProcessRecord, tuple[_Found, ...]] | Failure] = Guarded("processes")
         self._servers: dict[str, _Server] = {}
+        self._plan_models: dict[str, Guarded[ModelConfig | Failure]] = {}
         self._last_success: dict[str, float] = {}
 
     def reconfigure(self, config: Config) -> None:
@@ -163,8 +167,9 @@ class Observer:
     def close(self) -> None:
         """Let go of the servers' connections."""
         for server in self._servers.values():
-            server.reader.close()
+            _close(server)
         self._servers.clear()
+        self._plan_models.clear()
 
     def observe(self) -> Observation:
         """One cycle. Takes as long as the slowest source, at most the sum of the configured deadlines."""
@@ -174,6 +179,7 @@ class Observer:
         self._processes.start(self._read_processes)
         listed = self._processes.result(poll.processes_timeout)
         processes, found = (listed, ()) if isinstance(listed, Failure) else listed
+        plan_models = self._start_plan_models()
         servers = self._read_servers(self._with_configured(found))
         nvml = self._nvml.result(poll.nvml_timeout)
         statuses = [
@@ -183,7 +189,25 @@ class Observer:
         if servers:
             statuses.append(self._joint_status("vllm", begun, [server.vllm for server in servers]))
             statuses.append(self._joint_status("models", begun, [server.model for server in servers]))
-        return Observation(begun, nvml, processes, servers, tuple(statuses))
+        return Observation(
+            begun,
+            nvml,
+            processes,
+            servers,
+            tuple(statuses),
+            {name: result() for name, result in plan_models.items()},
+        )
+
+    def _start_plan_models(self) -> dict[str, Callable[[], ModelConfig | Failure]]:
+        """Begin to read the models that plans name."""
+        return {
+            plan.name: self._begun(
+                self._plan_models.setdefault(plan.name, Guarded("models")),
+                partial(self._sources.read_model, _launch_of(plan.flags, None), None, None, None),
+            )
+            for plan in self._config.plans
+            if plan.flags.model is not None
+        }
 
     def _read_processes(self) -> tuple[ProcessRecord, tuple[_Found, ...]] | Failure:
         record = self._sources.read_processes()
@@ -212,17 +236,16 @@ class Observer:
         poll = self._config.poll
         keys = {_key(one): one for one in found}
         for gone in self._servers.keys() - keys.keys():
-            self._servers.pop(gone).reader.close()
+            _close(self._servers.pop(gone))
         for key, one in keys.items():
-            if key not in self._servers and one.launch.base_url:
-                self._servers[key] = _Server(self._sources.open_vllm(one.launch.base_url, one.settings))
-            if key in self._servers:
-                self._servers[key].vllm.start(self._servers[key].reader.read)
+            server = self._servers.get(key) or self._servers.setdefault(key, self._open(one))
+            if server.reader is not None:
+                server.vllm.start(server.reader.read)
         pages = {
-            key: self._servers[key].vllm.result(poll.vllm_timeout)
-            if key in self._servers
-            else Failure("vllm", "no_address", "the command line names no address that kvwatch can reach")
-            for key in keys
+            key: Failure("vllm", "no_address", "the command line names no address that kvwatch can reach")
+            if server.reader is None
+            else server.vllm.result(poll.vllm_timeout)
+            for key, server in self._servers.items()
         }
         models = {key: self._start_model(key, one, pages[key]) for key, one in keys.items()}
         next_starts = {key: self._start_next_start(key, one, pages[key]) for key, one in keys.items()}
@@ -233,20 +256,22 @@ class Observer:
             for key, one in keys.items()
         )
 
+    def _open(self, one: _Found) -> _Server:
+        address = one.launch.base_url
+        return _Server(self._sources.open_vllm(address, one.settings) if address else None)
+
     def _start_model(
         self, key: str, one: _Found, page: VllmRecord | Failure
     ) -> Callable[[], ModelConfig | Failure]:
         read = partial(self._sources.read_model, one.launch, one.process, _served_root(page), one.settings)
-        server = self._servers.get(key)
-        return read if server is None else self._begun(server.model, read)
+        return self._begun(self._servers[key].model, read)
 
     def _start_next_start(
         self, key: str, one: _Found, page: VllmRecord | Failure
     ) -> Callable[[], NextStart | Failure]:
         root = _served_root(page)
         read = partial(self._sources.read_next_start, one.launch, one.process, root, one.settings)
-        server = self._servers.get(key)
-        return read if server is None else self._begun(server.next_start, read)
+        return self._begun(self._servers[key].next_start, read)
 
     def _begun(
         self, guard: Guarded[T | Failure], read: Callable[[], T | Failure]
@@ -291,16 +316,25 @@ def same_address(url: str) -> str:
     return url.replace("//localhost:", "//127.0.0.1:").rstrip("/")
 
 
+def _close(server: _Server) -> None:
+    if server.reader is not None:
+        server.reader.close()
+
+
 def _configured_only(settings: ServerConfig) -> _Found:
-    launch = Launch(
+    return _Found(_launch_of(settings.flags, settings.url), settings, frozenset())
+
+
+def _launch_of(flags: Flags, url: str | None) -> Launch:
+    """What only the configuration tells of a server."""
+    return Launch(
         pid=None,
         start_time=None,
-        flags=NO_FLAGS,
-        model=settings.flags.model,
+        flags=flags,
+        model=flags.model,
         served_names=(),
-        base_url=settings.url,
+        base_url=url,
     )
-    return _Found(launch, settings, frozenset())
 
 
 def _overlay(one: _Found, settings: ServerConfig | None) -> _Found:

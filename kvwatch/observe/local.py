@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvwatch.config import Poll, ServerConfig
+from kvwatch.observe.cycle import VllmReader
 from kvwatch.observe.launch import LaunchSource, server_members
 from kvwatch.observe.models import ModelSource, placed
 from kvwatch.observe.nextstart import NextStartSource
@@ -16,6 +17,7 @@ from kvwatch.observe.records import (
     NvmlRecord,
     Process,
     ProcessRecord,
+    VllmRecord,
 )
 from kvwatch.observe.vllm import VllmSource
 
@@ -47,12 +49,15 @@ class LocalSources:
         """The pids that belong to one server."""
         return server_members(launch, processes)
 
-    def open_vllm(self, base_url: str, settings: ServerConfig | None) -> VllmSource:
+    def open_vllm(self, base_url: str, settings: ServerConfig | None) -> VllmReader:
         """A reader for one server's pages."""
-        token = None
+        try:
+            token = _token(settings)
+        except OSError as error:
+            detail = f"token_file {error.filename}: {error.strerror}"
+            return _NoAccess(Failure("vllm", "token_unreadable", detail))
         verify: bool | str = True
         if settings is not None:
-            token = settings.token_file.read_text(encoding="utf-8").strip() if settings.token_file else None
             verify = str(settings.ca_file) if settings.ca_file else not settings.insecure_skip_verify
         return VllmSource(
             base_url,
@@ -71,7 +76,7 @@ class LocalSources:
     ) -> ModelConfig | Failure:
         """The config.json of a server's model: as configured, else as the server was told."""
         # One source per server: a source serves one thread, and one model on a dead NFS mount may hang.
-        source = self._models.setdefault(launch.base_url, ModelSource())
+        source = self._models.setdefault(launch.base_url or launch.model, ModelSource())
         told = placed(launch, settings)
         return source.read(told, served_root if told is launch else None, process if told is launch else None)
 
@@ -85,3 +90,23 @@ class LocalSources:
         """What the server would be told if it started again now."""
         source = self._next_starts.setdefault(launch.base_url, NextStartSource())
         return source.read(launch, process, served_root, settings)
+
+
+class _NoAccess:
+    """A server that cannot be asked, for the same reason each time."""
+
+    def __init__(self, failure: Failure) -> None:
+        self._failure = failure
+
+    def read(self) -> VllmRecord | Failure:
+        """The reason."""
+        return self._failure
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _token(settings: ServerConfig | None) -> str | None:
+    if settings is None or settings.token_file is None:
+        return None
+    return settings.token_file.read_text(encoding="utf-8").strip()

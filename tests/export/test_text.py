@@ -48,13 +48,13 @@ def test_plans_are_told_beside() -> None:
         plans=(
             Plan("longer", None, Flags(max_model_len=65536)),
             Plan("too-long", None, Flags(max_model_len=131072)),
-            Plan("half-batch", None, Flags(max_num_seqs=8)),
+            Plan("two-engines", None, Flags(data_parallel_size=2)),
         )
     )
     text = " ".join(status_text(cycle(serving_node(num_blocks=6000), config)).split())
     assert "plan longer: would start" in text
     assert "plan too-long: would fail: room for one full request; longest 95984" in text
-    assert "plan half-batch: unknown (activation_unknown)" in text
+    assert "plan two-engines: unknown (activation_unknown)" in text
 
 
 def test_a_node_without_servers_or_nvml() -> None:

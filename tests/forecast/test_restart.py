@@ -153,7 +153,7 @@ def with_page(page: Any) -> Observation:
         ),
         (
             observation((gpu({PARENT + 1: GIB}),), (), (server(model={"model_type": "nobody-knows"}),)),
-            "unknown_architecture",
+            "incomplete_config",
         ),
     ],
 )

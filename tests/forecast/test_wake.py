@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvwatch.config import GIB, Config, Restart
+from kvwatch.config import GIB, Config
 from kvwatch.forecast.restart import forecast_restart
 from kvwatch.forecast.wake import forecast_wake, is_asleep, reserved_for_sleepers
 from kvwatch.node import NodeSnapshot, join
@@ -56,5 +56,5 @@ def test_a_sleepers_budget_is_kept_from_the_others() -> None:
     forecast = forecast_restart(snapshot.servers[1], snapshot, Config())
     assert forecast.situation is not None
     wanted = -(-CUDA_TOTAL * 4 // 10) - 2 * GIB
-    assert forecast.situation.sites[0].free_next == CUDA_TOTAL - 2 * GIB - Restart().cuda_context - wanted
+    assert forecast.situation.sites[0].free_next == CUDA_TOTAL - 2 * GIB - wanted
     assert any("kept free for llama, which sleeps" in text for text in forecast.situation.assumptions)
