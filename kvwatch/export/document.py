@@ -153,11 +153,25 @@ def _restart(restart: RestartForecast) -> dict[str, Any]:
                 "budget_bytes": budget,
                 "own_bytes": site.own,
                 "non_kv_bytes": site.non_kv,
+                **_kv_memory(restart.verdict, site.gpu),
             }
             for site, budget in (found.budgets() if found else ())
         ],
         "remedies": [_fields(remedy) for remedy in restart.remedies],
     }
+
+
+def _kv_memory(verdict: Verdict | None, gpu: str) -> dict[str, int | None]:
+    """What the checks of the KV cache compare on one GPU: bytes for it, and bytes that one request needs."""
+    margins = (
+        {}
+        if verdict is None
+        else {result.check: result.margin_bytes for result in verdict.checks if result.gpu == gpu}
+    )
+    above_nothing, spare = margins.get("kv_memory"), margins.get("one_request")
+    # The first check asks for more than nothing: one byte is its least.
+    kv = None if above_nothing is None else above_nothing + 1
+    return {"kv_bytes": kv, "need_bytes": None if kv is None or spare is None else kv - spare}
 
 
 def _trend(outlook: Outlook) -> dict[str, Any]:
@@ -166,6 +180,8 @@ def _trend(outlook: Outlook) -> dict[str, Any]:
         "infeasible_at": outlook.margin.zero_at if outlook.margin else None,
         "kv_cache_full_at": outlook.kv_full_at,
         "unstable_gpus": list(outlook.unstable_gpus),
+        "gpu": outlook.margins_gpu,
+        "margins": [{"time": time, "margin_bytes": int(margin)} for time, margin in outlook.margins],
     }
 
 

@@ -220,3 +220,19 @@ def test_the_document_is_json_and_says_the_same() -> None:
         PARENT + 1: "server",
         900: "foreign",
     }
+
+
+def test_the_document_tells_what_the_cache_checks_compare() -> None:
+    restart = document(cycle(serving_node()))["servers"][0]["restart"]
+    (site,) = restart["gpus"]
+    margins = {check["check"]: check["margin_bytes"] for check in restart["checks"]}
+    # The pool as it runs, without the block that vLLM keeps back.
+    assert site["kv_bytes"] == pytest.approx(25_999 * LLAMA_8B_BLOCK, abs=LLAMA_8B_BLOCK)
+    assert site["need_bytes"] == 32768 // 16 * LLAMA_8B_BLOCK
+    assert site["kv_bytes"] - site["need_bytes"] == margins["one_request"]
+
+
+def test_the_document_tells_the_course_of_the_margin() -> None:
+    trend = document(cycle(serving_node()))["servers"][0]["trend"]
+    assert trend["gpu"] == "0"
+    assert [point["time"] for point in trend["margins"]] == [NOW]
