@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import shutil
+import subprocess
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from kvwatch.observe.nextstart_files import TrackedFiles
+from kvwatch.observe.nextstart_systemd import Manager, unit_command
 from tests.observe.nextstart_server import RunningServer, launch_file
 
 SERVE = "/opt/venv/bin/vllm serve /models/m"
@@ -200,3 +207,46 @@ def test_a_configured_unit_with_its_drop_ins(server: RunningServer, tmp_path: Pa
     override = tmp_path / "o.conf"
     override.write_text(f"[Service]\nExecStart=\nExecStart={SERVE} --max-num-seqs 9\n")
     assert server.flags(launch_file(path, override)) == {"max_num_seqs": 9}
+
+
+# --- against systemd itself ----------------------------------------------------------------------------
+
+ANALYZE = shutil.which("systemd-analyze")
+PLACES = (
+    "etc/systemd/system",
+    "etc/systemd/system.control",
+    "run/systemd/system",
+    "usr/lib/systemd/system",
+    "usr/local/lib/systemd/system",
+)
+INSTANCE, TEMPLATE = "vllm-big@chat.service", "vllm-big@.service"
+
+
+@pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze")
+@pytest.mark.parametrize("seed", range(8))
+def test_precedence_as_systemd_has_it(tmp_path: Path, seed: int) -> None:
+    """systemd names the command that it settled on, since that program does not exist."""
+    random = Random(seed)
+    numbers = itertools.count(1)
+
+    def write(path: str) -> None:
+        place = tmp_path / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(f"[Service]\nExecStart=\nExecStart=/none/c{next(numbers)}/vllm serve m\n")
+
+    for place in random.sample(PLACES, 2):
+        write(f"{place}/{random.choice([INSTANCE, TEMPLATE])}")
+    for _ in range(random.randint(1, 6)):
+        stem = random.choice([INSTANCE, TEMPLATE, "vllm-.service", "service"])
+        write(f"{random.choice(PLACES)}/{stem}.d/{random.choice('abc')}.conf")
+    told = subprocess.run(
+        [ANALYZE or "", f"--root={tmp_path}", "verify", "--man=no", INSTANCE],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    theirs = re.findall(r"Command (/none/\S+) is not executable", told.stderr)
+    command = unit_command(INSTANCE, Manager(), TrackedFiles(tmp_path))
+    assert command is not None
+    assert [command.argv[0]] == theirs
