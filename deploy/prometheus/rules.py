@@ -260,6 +260,11 @@ RESTART_ALERTS = (
         "A sleeping vLLM server could not wake up.",
         f"{SERVER} sleeps, and others hold the memory that it needs to wake up."
         + lookup(
+            f"-kvwatch_wake_margin_bytes{{{_SERIES}}}",
+            _SELF,
+            " {{ .Value | humanize1024 }}B are missing.",
+        )
+        + lookup(
             'topk(1, kvwatch_holder_memory_bytes{job=%q,instance=%q,pid!=""}'
             ' and on (job, instance, gpu) kvwatch_gpu_memory_held_bytes{owner="server",server=%q})',
             _SELF,
@@ -365,7 +370,10 @@ HOLDER_ALERTS = (
     ),
     Alert(
         "KVWatchGPUOvercommitted",
-        guarded('kvwatch_advice{rule="utilizations_exceed_card"} == 1'),
+        guarded(
+            "kvwatch_restart_together_feasible == 0\n"
+            "and on (job, instance, server) kvwatch_restart_feasible == 1"
+        ),
         "warning",
         "15m",
         "The servers of one card claim more memory than it has.",

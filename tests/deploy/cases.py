@@ -258,6 +258,7 @@ RESTART = (
         "names the holder and resolves",
         {
             'kvwatch_wake_feasible{server="chat"}': "1+0x4 0+0x20 1+0x20",
+            'kvwatch_wake_margin_bytes{server="chat"}': f"-{GIB}+0x60",
             'kvwatch_gpu_memory_held_bytes{gpu="0",uuid="U",owner="server",server="chat"}': "1000+0x60",
             NOTEBOOK: f"{2 * GIB}+0x60",
             ELSEWHERE: f"{9 * GIB}+0x60",
@@ -266,7 +267,7 @@ RESTART = (
             "6m": (),
             "10m": fires_chat(
                 "chat on gpu1:9744 sleeps, and others hold the memory that it needs to wake up."
-                " Largest holder beside it: ipykernel_launcher of dana (PID 77, 2GiB on GPU 0)."
+                " 1GiB are missing. Largest holder beside it: ipykernel_launcher of dana (PID 77, 2GiB on GPU 0)."
             ),
             "40m": (),
         },
@@ -316,14 +317,19 @@ CHANGES = (
     Case(
         "KVWatchPendingChange",
         "lists the settings and resolves",
-        {PENDING_LENGTH: "1+0x30 0+0x30"},
+        {PENDING_LENGTH: "1+0x30 stale"},
         {
             "5m": (),
             "20m": fires_chat("Changed on disk since chat on gpu1:9744 started: max_model_len."),
             "40m": (),
         },
     ),
-    Case("KVWatchPendingChange", "is silent where nothing changed", {PENDING_LENGTH: "0+0x60"}, {"1h": ()}),
+    Case(
+        "KVWatchPendingChange",
+        "leaves the time of a deployment alone",
+        {PENDING_LENGTH: "_ 1+0x6 stale"},
+        {"1h": ()},
+    ),
     Case(
         "KVWatchPlanInfeasible",
         "names check, bytes and length, and resolves",
@@ -433,13 +439,15 @@ HOLDERS = (
     Case(
         "KVWatchGPUOvercommitted",
         "fires and resolves",
-        {'kvwatch_advice{server="chat",rule="utilizations_exceed_card"}': "0+0x4 1+0x30 0+0x30"},
+        {
+            'kvwatch_restart_together_feasible{server="chat"}': "1+0x4 0+0x30 1+0x30",
+            FEASIBLE: "1+0x80",
+        },
         {
             "15m": (),
             "25m": fires_chat(
                 "chat on gpu1:9744 shares a card with others, and together they claim more than all of it:"
                 " after a reboot, not all would start. Lower --gpu-memory-utilization of one of them.",
-                rule="utilizations_exceed_card",
             ),
             "50m": (),
         },
@@ -476,7 +484,7 @@ USE = (
         "KVWatchLengthNearLimit",
         "names both lengths and resolves",
         {
-            'kvwatch_advice{server="chat",rule="length_near_limit"}': "1+0x80 0+0x20",
+            'kvwatch_advice{server="chat",rule="length_near_limit"}': "1+0x80 stale",
             'kvwatch_max_model_len_tokens{server="chat"}': "16384+0x100",
             LONGEST: "32768+0x100",
         },
@@ -493,7 +501,7 @@ USE = (
     Case(
         "KVWatchAdvice",
         "names the rule and resolves",
-        {'kvwatch_advice{server="chat",rule="length_not_set"}': "1+0x80 0+0x20"},
+        {'kvwatch_advice{server="chat",rule="length_not_set"}': "1+0x80 stale"},
         {
             "50m": (),
             "70m": fires_chat(
