@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,8 +11,11 @@ from kvwatch.config import Config
 from kvwatch.export.cycle import Cycle, SelfState
 from kvwatch.forecast.bundle import forecast
 from kvwatch.forecast.history import History
-from kvwatch.node import join
+from kvwatch.ledger import EMPTY
+from kvwatch.node import NodeSnapshot, join
 from kvwatch.observe.cycle import NodeObserver
+
+log = logging.getLogger("kvwatch")
 
 
 class Monitor:
@@ -30,6 +34,8 @@ class Monitor:
         self._simulated = simulated
         self._cycles = 0
         self._history = History()
+        self._ledger = EMPTY
+        self._inconsistent: frozenset[str] = frozenset()
         self._errors: Counter[tuple[str, str]] = Counter()
         self._reload_successful = True
         self._reload_time = now()
@@ -39,11 +45,12 @@ class Monitor:
         """Look once and judge what was seen."""
         begun = time.monotonic()
         observation = self._observer.observe()
-        snapshot = join(observation, self.config)
+        snapshot = join(observation, self.config, self._ledger)
+        self._ledger = snapshot.ledger
         forecasts = forecast(snapshot, self.config, self._history)
         self._cycles += 1
         self._errors.update((failure.source, failure.reason) for failure in snapshot.failures)
-        self._errors.update(("node", "sum_exceeds_used") for state in snapshot.gpus if state.inconsistent)
+        self._check_sums(snapshot)
         own = SelfState(
             cycles=self._cycles,
             cycle_seconds=time.monotonic() - begun,
@@ -53,6 +60,14 @@ class Monitor:
             simulated=self._simulated,
         )
         return Cycle(snapshot, forecasts, own)
+
+    def _check_sums(self, snapshot: NodeSnapshot) -> None:
+        """Count each card whose processes hold more than is in use; say so once until it holds again."""
+        found = frozenset(state.gpu.index for state in snapshot.gpus if state.inconsistent)
+        self._errors.update([("node", "sum_exceeds_used")] * len(found))
+        for index in sorted(found - self._inconsistent):
+            log.warning("GPU %s: its processes hold more than NVML says is in use", index)
+        self._inconsistent = found
 
     def reconfigure(self, config: Config | None) -> None:
         """Use another configuration from the next cycle on; None says that a reload was refused."""

@@ -32,7 +32,11 @@ def _counter(name: str, labels: str, text: str) -> Family:
 
 FAMILIES: tuple[Family, ...] = (
     # GPUs
-    _gauge("kvwatch_gpu_info", "gpu uuid name pci_bus_id mig_profile", "A GPU or MIG instance; always 1."),
+    _gauge(
+        "kvwatch_gpu_info",
+        "gpu uuid name pci_bus_id mig_profile",
+        "A GPU or MIG instance; always 1. Absent where it does not tell its UUID, as when it is lost.",
+    ),
     _gauge("kvwatch_gpu_memory_total_bytes", "gpu uuid", "Memory of the card as NVML counts it."),
     _gauge(
         "kvwatch_gpu_memory_reserved_bytes",
@@ -44,7 +48,8 @@ FAMILIES: tuple[Family, ...] = (
     _gauge(
         "kvwatch_gpu_memory_held_bytes",
         "gpu uuid owner server",
-        "Memory per class of holder: server, neighbour, orphan, foreign, allowed, unattributed.",
+        "Memory per class of holder: server, neighbour, orphan, foreign, allowed, releasing (on its way back"
+        " from processes that have just ended), unattributed (no visible process).",
     ),
     _gauge(
         "kvwatch_holder_memory_bytes",
@@ -55,7 +60,8 @@ FAMILIES: tuple[Family, ...] = (
     _gauge(
         "kvwatch_process_visibility",
         "gpu",
-        "Share of the processes on the card that kvwatch can resolve; owner alerts are silenced below 1.",
+        "Share of the processes on the card that kvwatch can resolve; owner alerts are silenced below 1."
+        " Absent where NVML does not list the processes.",
     ),
     # servers
     _gauge(

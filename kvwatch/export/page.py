@@ -87,9 +87,10 @@ def build_page(cycle: Cycle, *, top: int) -> Page:
 def _add_gpu(page: Page, state: GpuState) -> None:
     gpu = state.gpu
     ids = {"gpu": gpu.index, "uuid": gpu.uuid}
+    # A card that has fallen off the bus does not tell what it is.
     page.add(
         "kvwatch_gpu_info",
-        1,
+        1 if gpu.uuid else None,
         **ids,
         name=gpu.name,
         pci_bus_id=gpu.pci_bus_id,

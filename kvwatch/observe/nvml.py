@@ -362,15 +362,21 @@ class _Entry:
 
 
 def _read_lists(handle: Any, calls: _Calls) -> list[_Entry] | None:
-    """The entries of all lists that answer, None where none does.
+    """The entries of all lists that answer.
 
     A list that this GPU does not have is missed only when there is no other.
+
+    Returns:
+        None where none answers, or where the list that holds nearly all of them, that of compute processes,
+        exists and failed.
     """
     attempt = _Calls(calls.subject, calls.reasons)
-    answers = [attempt.ask(f"{kind} processes", _ask_list, kind, handle) for kind in _LISTS]
-    answered = any(answer is not None for answer in answers)
-    calls.failures += [f for f in attempt.failures if not answered or f.reason not in _ABSENT]
-    return [entry for answer in answers for entry in answer or ()] if answered else None
+    compute = attempt.ask("compute processes", _ask_list, "compute", handle)
+    compute_failed = any(failure.reason not in _ABSENT for failure in attempt.failures)
+    others = [attempt.ask(f"{kind} processes", _ask_list, kind, handle) for kind in ("graphics", "mps")]
+    answers = [answer for answer in (compute, *others) if answer is not None]
+    calls.failures += [f for f in attempt.failures if not answers or f.reason not in _ABSENT]
+    return [entry for answer in answers for entry in answer] if answers and not compute_failed else None
 
 
 def _ask_list(kind: str, handle: Any) -> list[_Entry]:

@@ -218,8 +218,12 @@ def test_a_list_that_this_gpu_lacks_is_not_missed(probe: Probe, code: int) -> No
 
 def test_a_list_that_is_refused_is_said(probe: Probe) -> None:
     rules = (fail("nvmlDeviceGetCompute*", 4), fail("*MPS*", 3))
-    gpu = probe.read_gpu(Gpu(processes=(Process(7, GIB), Process(8, GIB, "graphics"))), rules=rules)
-    assert list(gpu["processes"]) == ["8"]
+    card = Gpu(processes=(Process(7, GIB), Process(8, GIB, "graphics")))
+    gpu = probe.read_gpu(card, rules=rules)
+    assert gpu["processes"] is None, "the other lists cannot stand in for that of compute processes"
+    assert reasons(gpu) == ["no_permission"]
+    gpu = probe.read_gpu(card, rules=(fail("nvmlDeviceGetGraphics*", 4),))
+    assert list(gpu["processes"]) == ["7"]
     assert reasons(gpu) == ["no_permission"]
 
 
@@ -235,7 +239,7 @@ def test_a_list_that_grows_between_two_calls_is_read_again(probe: Probe) -> None
     assert list(patient["processes"]) == ["7"]
     assert patient["failures"] == []
     hopeless = probe.read_gpu(gpu, rules=(grow("nvmlDeviceGetCompute*", 4),))
-    assert hopeless["processes"] == {}
+    assert hopeless["processes"] is None
     assert reasons(hopeless) == ["insufficient_size"]
 
 
