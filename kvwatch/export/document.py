@@ -207,6 +207,8 @@ def _pending(forecast: PendingForecast | None) -> dict[str, Any] | None:
             for change in forecast.changes
         ],
         **_verdict(forecast.verdict, forecast.unknown),
+        "basis": forecast.basis,
+        "assumptions": list(forecast.assumptions),
     }
 
 

@@ -1,7 +1,8 @@
 """Pending changes: what the next start is told otherwise than the running server, and whether it starts.
 
-What was measured on the running server counts only as far as it still holds. Where it does not, the verdict
-is unknown, unless a check fails that needs no such figure, or vLLM refuses the flags outright.
+What was measured on the running server counts only as far as it still holds. Where it does not, a check that
+needs no such figure may fail all the same, or vLLM refuse the flags outright. Else an estimate stands in that
+the running server corrects (`kvwatch.forecast.modelled`), or the verdict is unknown.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvwatch.blockmath.pool import plan_pool
 from kvwatch.blockmath.releases import Release
 from kvwatch.blockmath.startup import Verdict
 from kvwatch.config import Config
+from kvwatch.forecast.modelled import judge_modelled
 from kvwatch.forecast.restart import RestartForecast, Unknown
 from kvwatch.forecast.situation import ACTIVATION_FLAGS, Situation, refused, situation
 from kvwatch.node import NodeSnapshot, ServerState
@@ -59,6 +61,9 @@ _NO_BEARING = frozenset(
 _DEVICES = frozenset({"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"})
 _GRAPH_ESTIMATE = "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"
 _ANY_LENGTH = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+_MODELLED = frozenset({"activation_unknown", "model_changed"})
+"""Doubts that an estimate may settle."""
+
 _MODEL_SETTINGS = frozenset({"model", "model_config", "weight_bytes"})
 
 
@@ -86,6 +91,8 @@ class PendingForecast:
         changes: empty where the next start is as the running one; there is no verdict then, the restart
             verdict says it.
         unknown: why there is no verdict.
+        basis: ``measured``, or ``modelled`` where an estimate stands in; None where there is no verdict.
+        assumptions: what an estimate takes for granted, in words.
     """
 
     server: str
@@ -94,6 +101,8 @@ class PendingForecast:
     changes: tuple[Change, ...]
     verdict: Verdict | None
     unknown: Unknown | None
+    basis: str | None = None
+    assumptions: tuple[str, ...] = ()
 
     @property
     def feasible(self) -> bool | None:
@@ -114,8 +123,12 @@ def forecast_pending(
     new = [failure for failure in start.failures if failure not in server.launch.failures]
     if not changes and not new:
         return PendingForecast(server.name, start.source, start.files, (), None, None)
-    verdict, unknown = _Judge(server, start, changes, restart, snapshot, config).judge()
-    return PendingForecast(server.name, start.source, start.files, changes, verdict, unknown)
+    found = PendingForecast(server.name, start.source, start.files, changes, None, None)
+    try:
+        outcome = _Judge(server, start, changes, restart, snapshot, config).judge()
+    except Unsupported as unsupported:
+        return replace(found, unknown=Unknown(unsupported.reason, str(unsupported)))
+    return replace(found, verdict=outcome.verdict, basis=outcome.basis, assumptions=outcome.assumptions)
 
 
 # --- differences ---------------------------------------------------------------------------------------
@@ -270,6 +283,15 @@ def _text(value: object) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Outcome:
+    """A verdict, and what it rests on."""
+
+    verdict: Verdict
+    basis: str = "measured"
+    assumptions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class _Judge:
     """One server's next start under judgement."""
 
@@ -280,16 +302,14 @@ class _Judge:
     snapshot: NodeSnapshot
     config: Config
 
-    def judge(self) -> tuple[Verdict | None, Unknown | None]:
-        """The verdict, or why there is none."""
+    def judge(self) -> _Outcome:
+        """Raises Unsupported where there is no verdict."""
         try:
             self._refuse_unknown_flags()
             base = self._base()
-            return self._verdict(base, self._coming(base)), None
+            return self._outcome(base, self._coming(base))
         except Refused as refusal:
-            return refused(refusal), None
-        except Unsupported as unsupported:
-            return None, Unknown(unsupported.reason, str(unsupported))
+            return _Outcome(refused(refusal))
 
     @property
     def _moved(self) -> frozenset[str]:
@@ -333,6 +353,9 @@ class _Judge:
         """The same place with the next start's flags, model and release."""
         flags, release = self._flags(base), self._release or base.release
         model = self.start.model
+        if self._moved & {"model", "model_config"} and not isinstance(model, ModelConfig):
+            detail = model.detail if model else "its config.json was not looked for"
+            raise Unsupported("model_config_unreadable", f"model {flags.model or ''}: {detail}")
         config = model.config if isinstance(model, ModelConfig) and self._model_moved else base.config
         keeps_block = not self._model_moved and release is base.release and not flags.block_size
         try:
@@ -371,20 +394,37 @@ class _Judge:
             changed |= {name: getattr(told, name) for name in ("max_model_len", "kv_cache_dtype")}
         return base.flags.with_changes(**changed)
 
-    def _verdict(self, base: Situation, coming: Situation) -> Verdict:
-        """Raises Unsupported where what is known does not decide."""
+    def _outcome(self, base: Situation, coming: Situation) -> _Outcome:
         doubt = self._doubt(base, coming)
         if doubt is None:
-            return _decided(coming.judge())
+            return _Outcome(_decided(coming.judge()))
         sure = self._without_measure(coming)
         if sure is not None:
-            return sure
+            return _Outcome(sure)
         direction = self._direction(base, coming) if doubt.reason == "activation_unknown" else 0
         if direction:
             measured = coming.judge()
             if measured.feasible is (direction < 0):
-                return measured
-        raise Unsupported(doubt.reason, doubt.detail)
+                return _Outcome(measured)
+        return self._modelled(base, coming, doubt)
+
+    def _modelled(self, base: Situation, coming: Situation, doubt: Unknown) -> _Outcome:
+        """What the estimate says; only flags and config.json enter it."""
+        changed = _changed_flags(base, coming)
+        model = self.start.model if self._model_moved else None
+        known = isinstance(model, ModelConfig) and bool(self._moved & {"model", "model_config"})
+        if (
+            changed is None
+            or doubt.reason not in _MODELLED
+            or (doubt.reason == "model_changed" and not known)
+        ):
+            raise Unsupported(doubt.reason, doubt.detail)
+        config = coming.config if known else None
+        try:
+            modelled = judge_modelled(base, changed, self.snapshot, config)
+            return _Outcome(_decided(modelled.verdict), "modelled", modelled.assumptions)
+        except Unsupported as unsupported:
+            raise Unsupported(doubt.reason, f"{doubt.detail}; no estimate: {unsupported}") from None
 
     def _without_measure(self, coming: Situation) -> Verdict | None:
         """The verdict where a check fails that needs no figure of the running server's own memory."""
@@ -428,6 +468,20 @@ class _Judge:
             return 0
         grows = {_effective(coming, name) > _effective(base, name) for name in moved}
         return 0 if len(grows) > 1 else 1 if True in grows else -1
+
+
+def _changed_flags(base: Situation, coming: Situation) -> Flags | None:
+    """The flags that differ, given in full; None where one goes whose default is not known."""
+    changed: dict[str, Any] = {}
+    for name in (one.name for one in fields(Flags)):
+        before, after = getattr(base.flags, name), getattr(coming.flags, name)
+        if before == after:
+            continue
+        default = coming.pool.settings.max_model_len if name == "max_model_len" else _DEFAULTS.get(name)
+        changed[name] = default if after is None else after
+        if changed[name] is None:
+            return None
+    return Flags(**changed)
 
 
 def _effective(found: Situation, name: str) -> Any:

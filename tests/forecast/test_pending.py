@@ -132,13 +132,21 @@ def test_a_length_above_the_models_own_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("setting", "value"),
+    [("quantization", "fp8"), ("enforce_eager", True), ("max_num_batched_tokens", 65536)],
+)
+def test_what_was_not_measured_is_modelled(setting: str, value: Any) -> None:
+    found = pending(replace(RUNNING, **{setting: value}))
+    assert setting in changes(found)
+    assert (found.feasible, found.basis) == (True, "modelled")
+    assert any("modelled" in each for each in found.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
     [
-        ("quantization", "fp8"),
         ("tensor_parallel_size", 2),
         ("pipeline_parallel_size", 2),
         ("data_parallel_size", 2),
-        ("enforce_eager", True),
-        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 3}),
     ],
 )
 def test_what_was_not_measured_is_unknown(setting: str, value: Any) -> None:
@@ -157,12 +165,12 @@ def test_what_was_not_measured_can_still_fail_for_certain() -> None:
 def test_batch_sizes_bound_from_one_side() -> None:
     fewer, more = (replace(RUNNING, max_num_batched_tokens=tokens) for tokens in (512, 65536))
     assert pending(fewer).feasible is True
-    assert unknown(pending(more)) == "activation_unknown"
+    assert pending(fewer).basis == "measured"
     longer = [replace(one, max_model_len=131072) for one in (more, fewer)]
     assert blocked_by(pending(longer[0], num_blocks=5000)) == "one_request"
-    assert unknown(pending(longer[1], num_blocks=5000)) == "activation_unknown"
-    mixed = replace(more, max_num_seqs=1)
-    assert unknown(pending(mixed)) == "activation_unknown"
+    assert pending(longer[0], num_blocks=5000).basis == "measured"
+    assert pending(longer[1], num_blocks=5000).basis == "modelled"
+    assert pending(replace(more, max_num_seqs=1)).basis == "modelled"
 
 
 # --- the release ---------------------------------------------------------------------------------------
@@ -248,7 +256,7 @@ def test_a_model_directory_that_changed() -> None:
     }
     assert blocked_by(found) == "derived_length"
     longer = replace(STARTED, config={**LLAMA_8B, "max_position_embeddings": 262144})
-    assert unknown(pending(start(model=longer))) == "model_changed"
+    assert pending(start(model=longer)).basis == "modelled"
     heavier = replace(STARTED, weight_bytes=30 * GIB)
     assert unknown(pending(start(model=heavier))) == "model_changed"
 
@@ -266,7 +274,7 @@ def test_the_running_server_is_measured_with_the_model_it_started_with() -> None
 def test_a_model_directory_that_is_gone() -> None:
     found = pending(start(model=Failure("models", "not_found", "model directory /m does not exist")))
     assert changes(found) == {"model_config": ("/m/config.json", "model directory /m does not exist")}
-    assert unknown(found) == "model_changed"
+    assert unknown(found) == "model_config_unreadable"
 
 
 def test_another_commit_with_the_same_figures_is_judged_as_measured() -> None:
@@ -286,7 +294,9 @@ def test_a_config_written_after_the_start() -> None:
 def test_another_model() -> None:
     found = pending(start(replace(RUNNING, model="/models/other"), model=replace(STARTED, path="/o")))
     assert changes(found) == {"model": (RUNNING.model, "/models/other")}
-    assert unknown(found) == "model_changed"
+    assert found.basis == "modelled"
+    absent = start(replace(RUNNING, model="/models/other"), model=Failure("models", "not_found", "x"))
+    assert unknown(pending(absent)) == "model_config_unreadable"
 
 
 def test_a_config_file_edited_before_it_was_first_seen() -> None:
