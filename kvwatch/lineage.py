@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvwatch.observe.command_line import server_arguments
-from kvwatch.observe.processes import python_arguments
-from kvwatch.observe.procfs import basename
+from kvwatch.observe.processes import SPAWNED, python_arguments
 from kvwatch.observe.records import Failure, Process, ProcessRecord
 
 Identity = tuple[int, float]
@@ -25,7 +24,6 @@ _TITLE = re.compile(
     r"[\w.-]*(?:::(?:EngineCore?|DPEngineCore|Worker|APIServer|DPCoordinator)|VllmWorker)(?:[_-].*)?"
 )
 _RAY_WORKER = re.compile(r"ray::RayWorker(?:Wrapper|Proc)\b.*")
-_SPAWNED = "--multiprocessing-fork"
 _TORCH_THREAD = "pt_main_thread"
 """What PyTorch renames the main thread to: the name of a program without a script of its own."""
 _RAYLET = "raylet"
@@ -86,16 +84,7 @@ def is_spawned(process: Process) -> bool:
 
     Other programs' children look the same.
     """
-    return _SPAWNED in process.argv
-
-
-def is_preload(process: Process) -> bool:
-    """Whether it is ``vllm preload``, which holds weights for servers to share."""
-    argv = process.argv
-    python = python_arguments(argv)
-    if python is not None:
-        argv = (python[1], *python[2])
-    return len(argv) > 1 and basename(argv[0]) == "vllm" and argv[1] == "preload"
+    return SPAWNED in process.argv
 
 
 def is_python(process: Process) -> bool:

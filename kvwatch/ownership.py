@@ -14,7 +14,6 @@ from kvwatch.lineage import (
     Lineage,
     identity,
     is_dead,
-    is_preload,
     is_python,
     is_ray,
     is_ray_worker,
@@ -22,6 +21,7 @@ from kvwatch.lineage import (
     is_spawned,
     is_vllm_title,
 )
+from kvwatch.observe.command_line import is_preload
 from kvwatch.observe.cycle import ObservedServer
 from kvwatch.observe.records import Failure, Process
 
@@ -202,7 +202,7 @@ class Ownerships:
 
     def _engine(self, process: Process) -> Ownership | None:
         """What has a mark of an engine, the surest first."""
-        if is_preload(process):
+        if is_preload(process.argv):
             return Ownership(Owner.NEIGHBOUR, reason="holds weights for servers to share")
         if is_server(process):
             return Ownership(Owner.NEIGHBOUR, reason="a vLLM server that is not watched")
@@ -224,7 +224,7 @@ class Ownerships:
         if is_spawned(process):
             # With its parent gone nobody can tell whose it was; it is of use to nobody all the same.
             return descent.abandoned or (
-                parent is not None and (is_preload(parent) or parent.pid in self._users)
+                parent is not None and (is_preload(parent.argv) or parent.pid in self._users)
             )
         return descent.abandoned and is_python(process) and self._has_titled_mates(process)
 

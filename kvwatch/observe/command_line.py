@@ -126,6 +126,13 @@ def server_arguments(argv: Sequence[str]) -> tuple[str, ...] | None:
     return tuple(arguments) if program in _API_SERVER_MODULES else None
 
 
+def is_preload(argv: Sequence[str]) -> bool:
+    """Whether this is ``vllm preload``, which holds weights for servers to share."""
+    python = python_arguments(argv)
+    words = argv if python is None else (python[1], *python[2])
+    return len(words) > 1 and basename(words[0]) in _SERVE_SCRIPTS and words[1] == "preload"
+
+
 def _if_serve(arguments: Sequence[str]) -> tuple[str, ...] | None:
     return tuple(arguments) if arguments and arguments[0] == _SERVE else None
 

@@ -35,6 +35,8 @@ _DEAD_STATES = frozenset("ZX")
 _PYTHON = re.compile(r"^(?:python|pypy)\d*(?:\.\d+)*t?$")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _PYTHON_OPTIONS_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
+SPAWNED = "--multiprocessing-fork"
+"""Last argument of a process that Python's multiprocessing starts by its method spawn."""
 
 
 # --- names ----------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from kvwatch.config import Config, Rule
-from kvwatch.observe.command_line import server_arguments
+from kvwatch.observe.command_line import is_preload, server_arguments
 from kvwatch.observe.cycle import Observation
 from kvwatch.observe.launch import ENVIRONMENT
-from kvwatch.observe.processes import python_arguments
+from kvwatch.observe.processes import SPAWNED, python_arguments
 from kvwatch.observe.records import Failure, Launch, Process
 
 REDACTED = "[redacted]"
@@ -95,8 +95,8 @@ def redact(observation: Observation, config: Config, *, keep_names: bool = False
 def recognised_arguments(argv: Sequence[str]) -> tuple[str, ...]:
     """The shortest command line that kvwatch takes for the same kind of program.
 
-    A title (``VLLM::EngineCore``) stays, a vLLM server becomes ``vllm serve``, a Python program ``python``;
-    of others nothing is left.
+    A title (``VLLM::EngineCore``) stays, a vLLM server becomes ``vllm serve``, a Python program ``python``
+    (with the mark of multiprocessing where it has that); of others nothing is left.
     """
     if not argv:
         return ()
@@ -105,7 +105,11 @@ def recognised_arguments(argv: Sequence[str]) -> tuple[str, ...]:
         return (title,)
     if server_arguments(argv) is not None:
         return ("vllm", "serve")
-    return ("python",) if python_arguments(argv) is not None else ()
+    if is_preload(argv):
+        return ("vllm", "preload")
+    if python_arguments(argv) is None:
+        return ()
+    return ("python", "-c", "", SPAWNED) if SPAWNED in argv else ("python",)
 
 
 def _processes(observation: Observation) -> list[Process]:

@@ -24,10 +24,11 @@ from kvwatch.observe.capture import (
     read_captures,
     take_capture,
 )
+from kvwatch.observe.command_line import is_preload
 from kvwatch.observe.cycle import Observation
 from kvwatch.observe.launch import server_arguments, title_prefix
 from kvwatch.observe.plain import NotPlain, from_plain, to_plain
-from kvwatch.observe.processes import python_arguments
+from kvwatch.observe.processes import SPAWNED, python_arguments
 from kvwatch.observe.records import (
     Failure,
     GpuMemory,
@@ -279,6 +280,8 @@ def test_harmless_texts_stay() -> None:
         ("/usr/bin/python3.11", "-u", "/opt/bin/vllm", "serve", "m", "--api-key", "k"),
         ("python3", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"),
         ("python3", "train.py", "--token", "k"),
+        ("python3", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()", SPAWNED),
+        ("/usr/bin/python3", "/opt/bin/vllm", "preload", "--model", "m", "--api-key", "k"),
         ("/usr/lib/xorg/Xorg", ":0"),
         ("sh", "-c", "vllm serve m"),
     ],
@@ -287,7 +290,10 @@ def test_what_is_left_of_a_command_line_is_taken_for_the_same_program(argv: tupl
     left = recognised_arguments(argv)
     assert recognised_arguments(left) == left
     assert (server_arguments(left) is None) == (server_arguments(argv) is None)
-    assert (python_arguments(argv) is None) or (left in (("vllm", "serve"), ("python",)))
+    assert len(left) <= 2 or left == ("python", "-c", "", SPAWNED)
+    assert (python_arguments(argv) is None) or left[0] in ("vllm", "python")
+    assert is_preload(left) == is_preload(argv)
+    assert (SPAWNED in left) == (SPAWNED in argv)
     assert title_prefix(process(1, "x", argv=left)) == title_prefix(process(1, "x", argv=argv))
 
 
