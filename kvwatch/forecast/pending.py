@@ -56,9 +56,14 @@ _FLAG_EXISTS = {"swap_space": "has_swap_space", "kv_cache_memory_bytes": "has_kv
 """Flags that some releases do not have, by the property of the release that tells."""
 
 _NO_BEARING = frozenset(
-    {"HOME", "VLLM_PORT", "VLLM_PROCESS_NAME_PREFIX", "VLLM_SERVER_DEV_MODE", "XDG_CACHE_HOME"}
+    {
+        *("HOME", "XDG_CACHE_HOME", "VLLM_PORT", "VLLM_PROCESS_NAME_PREFIX", "VLLM_SERVER_DEV_MODE"),
+        *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"),
+    }
 )
-_DEVICES = frozenset({"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"})
+"""Variables that move no figure, or (the last two) show in ``visible_devices``."""
+
+_DEVICES = frozenset({"CUDA_DEVICE_ORDER", "visible_devices"})
 _GRAPH_ESTIMATE = "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"
 _ANY_LENGTH = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _MODELLED = frozenset({"activation_unknown", "model_changed"})
@@ -73,7 +78,8 @@ class Change:
 
     Attributes:
         setting: a flag or environment variable, or ``vllm_version``, ``model_config``, ``weight_bytes``,
-            ``model_path``, ``graph_memory_estimate``, ``config_file``, ``unknown_flags``.
+            ``model_path``, ``visible_devices``, ``graph_memory_estimate``, ``config_file`` or
+            ``unknown_flags``.
         running, coming: the values in words; None where not given.
     """
 
@@ -230,6 +236,10 @@ def _environment(server: ServerState, start: NextStart) -> Iterator[Change]:
         told = coming is not None or start.whole_environment
         if told and running != coming:
             yield Change(name, running, coming)
+    if launch.visible_devices != start.visible_devices:
+        both = (launch.visible_devices, start.visible_devices)
+        listed = [None if devices is None else ",".join(devices) for devices in both]
+        yield Change("visible_devices", *listed)
 
 
 def _model(server: ServerState, start: NextStart) -> Iterator[Change]:
@@ -444,7 +454,7 @@ class _Judge:
         if "vllm_version" in self._moved:
             detail = f"memory beside the KV cache was measured under {base.release.text} and is another's"
             return Unknown("release_changed", f"{detail} under {coming.release.text}")
-        if moved := sorted(self._moved & (ENVIRONMENT - _NO_BEARING)):
+        if moved := sorted(self._moved & ((ENVIRONMENT - _NO_BEARING) | _DEVICES)):
             return Unknown("environment_changed", f"what {', '.join(moved)} changes was not measured")
         if moved := sorted(self._moved & _MODEL_SETTINGS):
             return Unknown("model_changed", f"with another {', '.join(moved)} the measure no longer holds")

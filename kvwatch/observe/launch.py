@@ -187,7 +187,7 @@ def read_launch(process: Process, arguments: tuple[str, ...], *, proc_root: Path
         cwd=cwd,
         config_file=command.config_file,
         environment=environment,
-        visible_devices=_visible_devices(command, environment, contained=process.container is not None),
+        visible_devices=visible_devices(command, environment, contained=process.container is not None),
         revision=command.revision,
         download_dir=command.download_dir,
         hf_config_path=command.hf_config_path,
@@ -253,7 +253,7 @@ def _elsewhere(host: str | None) -> str:
     )
 
 
-def _visible_devices(
+def visible_devices(
     command: CommandLine, environment: Mapping[str, str], *, contained: bool
 ) -> tuple[str, ...] | None:
     """GPUs that the server sees, as the node's indices or UUIDs; each list selects from the one before it."""

@@ -11,7 +11,7 @@ from pwd import getpwuid
 from kvwatch.blockmath.errors import Unsupported
 from kvwatch.config import LaunchFile, ServerConfig
 from kvwatch.observe.command_line import CommandLine, parse_command_line, server_arguments
-from kvwatch.observe.launch import ENVIRONMENT
+from kvwatch.observe.launch import ENVIRONMENT, visible_devices
 from kvwatch.observe.models import ModelSource, placed
 from kvwatch.observe.nextstart_command import StartCommand, sole_server
 from kvwatch.observe.nextstart_compose import compose_command
@@ -183,12 +183,18 @@ class _Reader:
         if self.settings is not None:
             flags = flags.with_changes(**self.settings.flags.given())
         files = tuple(dict.fromkeys([*self.own.texts, *self.theirs.texts]))
+        environment = {name: text for name, text in command.environment.items() if name in ENVIRONMENT}
+        everything = {**self.launch.environment, **environment}
+        contained = self.process is not None and self.process.container is not None
         found = NextStart(
             source=source.kind,
             files=files,
             flags=flags,
-            environment={name: text for name, text in command.environment.items() if name in ENVIRONMENT},
+            environment=environment,
             whole_environment=command.whole_environment,
+            visible_devices=visible_devices(
+                line, environment if command.whole_environment else everything, contained=contained
+            ),
             version=self._version(command, cwd),
             unknown_flags=line.unknown_flags,
             failures=line.failures,
@@ -201,7 +207,7 @@ class _Reader:
             revision=line.revision,
             download_dir=line.download_dir,
             hf_config_path=line.hf_config_path,
-            environment={**self.launch.environment, **found.environment},
+            environment=everything,
         )
         return found, told
 

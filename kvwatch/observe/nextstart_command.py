@@ -225,7 +225,9 @@ def _from_shell(found: ShellCommand, outer: StartCommand) -> StartCommand:
         outer,
         argv=found.words,
         environment=known,
-        whole_environment=outer.whole_environment and len(known) == len(found.environment),
+        whole_environment=(
+            outer.whole_environment and found.whole_environment and len(known) == len(found.environment)
+        ),
         cwd=found.cwd,
     )
 

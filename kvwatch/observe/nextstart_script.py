@@ -41,11 +41,13 @@ class ShellCommand:
     Attributes:
         environment: variables assigned before the command or exported earlier, and those of the caller.
         cwd: as ``cd`` left it; None where that is not known.
+        whole_environment: nothing that the script runs could have set further variables.
     """
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
     cwd: str | None
+    whole_environment: bool = True
 
 
 def unknown_part(words: tuple[str, ...]) -> str | None:
@@ -378,12 +380,12 @@ class _Shell:
         elif program == "cd" and not sure:
             self._cwd = None
         elif program in _OPAQUE:
-            self._opaque = True
+            self._become_opaque(expanded[1:])
         elif handler is not None:
             handler(expanded[1:])
         else:
             exported = {name: self._variables[name] for name in self._exported if name in self._variables}
-            return ShellCommand(tuple(expanded), {**exported, **own}, self._cwd)
+            return ShellCommand(tuple(expanded), {**exported, **own}, self._cwd, not self._opaque)
         return None
 
     def _declare(self, words: list[list[_Part]], *, sure: bool) -> None:
@@ -399,6 +401,14 @@ class _Shell:
             else:
                 self._exported.add(self._literal(pending[0]))
                 pending = pending[1:]
+
+    def _become_opaque(self, arguments: list[str]) -> None:
+        """Whatever has been set so far may be otherwise now; Python's ``activate`` leaves it alone."""
+        if arguments and arguments[0].endswith("bin/activate"):
+            return
+        self._opaque = True
+        self._variables = {name: f"{MARK}{name}{MARK}" for name in self._variables}
+        self._arrays.clear()
 
     def _change_directory(self, arguments: list[str]) -> None:
         target = arguments[0] if len(arguments) == 1 and MARK not in arguments[0] else None
@@ -449,16 +459,18 @@ class _Shell:
         match = _PARAMETER.fullmatch(text)
         if match is None or match[2] is None:
             return None
-        if match[3] or self._opaque or match[1] not in self._arrays:
+        if match[3] or match[1] not in self._arrays:
             return [f"{MARK}{match[1]}{MARK}"]
         return self._arrays[match[1]]
 
     def _parameter(self, text: str, nesting: int = 0) -> str:
         match = _PARAMETER.fullmatch(text)
-        if match is None or match[2] or self._opaque or nesting > _MAX_NESTING:
+        if match is None or match[2] or nesting > _MAX_NESTING:
             return f"{MARK}{text[:40]}{MARK}"
         name, _, operator, alternative = match.groups()
         value = self._arrays[name][0] if self._arrays.get(name) else self._variables.get(name)
+        if value is None and self._opaque:
+            return f"{MARK}{name}{MARK}"
         given = value is not None and (value != "" or not (operator or "").startswith(":"))
         match (operator or "")[-1:], given:
             case ("-" | "=" | "?" | "", True):

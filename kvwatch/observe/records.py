@@ -285,6 +285,7 @@ class NextStart:
         flags: as `Launch.flags`.
         environment: of the variables that bear on start-up those that the source sets.
         whole_environment: the server gets no such variable from anywhere else.
+        visible_devices: as `Launch.visible_devices`.
         version: release that would run, as installed on disk or named by the image; None where not found.
         model: the model that would be loaded.
         first_model: the running server's, as it was when kvwatch first saw that server.
@@ -297,6 +298,7 @@ class NextStart:
     flags: Flags
     environment: Mapping[str, str] = field(default_factory=dict)
     whole_environment: bool = False
+    visible_devices: tuple[str, ...] | None = None
     version: str | None = None
     model: ModelConfig | Failure | None = None
     first_model: ModelConfig | None = None

@@ -235,8 +235,14 @@ def test_flags_that_the_known_parser_does_not_have() -> None:
 
 
 def test_variables_that_the_source_sets() -> None:
-    found = pending(start(environment={"CUDA_VISIBLE_DEVICES": "1"}), other=20 * GIB)
-    assert changes(found) == {"CUDA_VISIBLE_DEVICES": (None, "1")}
+    found = pending(start(environment={"VLLM_USE_V1": "0"}))
+    assert changes(found) == {"VLLM_USE_V1": (None, "0")}
+    assert unknown(found) == "environment_changed"
+
+
+def test_other_devices() -> None:
+    found = pending(start(visible_devices=("1", "2")), other=20 * GIB)
+    assert changes(found) == {"visible_devices": (None, "1,2")}
     assert unknown(found) == "environment_changed"
 
 

@@ -197,3 +197,15 @@ def test_another_process_at_the_same_address_is_seen_afresh(tmp_path: Path) -> N
     assert server.launch.pid == PID
     server.launch = replace(server.launch, start_time=1.0)
     assert config_of(server.known().first_model) == {"max_position_embeddings": 2048}
+
+
+def test_the_gpus_that_it_would_see(tmp_path: Path) -> None:
+    server = RunningServer(tmp_path, unit="chat.service", environment={"CUDA_VISIBLE_DEVICES": "4,5"})
+    command = "ExecStart=/opt/venv/bin/vllm serve /models/m"
+    server.write(UNIT, f"[Service]\nEnvironment=CUDA_VISIBLE_DEVICES=6,7\n{command} --device-ids 1\n")
+    assert server.known().visible_devices == ("7",)
+    server.write(UNIT, f"[Service]\n{command}\n")
+    assert server.known().visible_devices is None
+    path = tmp_path / "start.sh"
+    path.write_text("vllm serve /models/m\n")
+    assert server.known(launch_file(path)).visible_devices == ("4", "5")

@@ -48,6 +48,7 @@ KNOWN = {
     "same value twice": 'L=5\nif true; then L=5; fi\nvllm serve m --l "$L"',
     "dollar alone": "vllm serve m a$ '$' \"$\" \\$x",
     "shell in a shell": "bash -c 'vllm serve m --a \"b c\"'",
+    "set after another file": "L=1\neval true\nL=2\nvllm serve m --l $L",
     "brackets and equals": "vllm serve m --a=[1,2] --b={x}",
 }
 
@@ -90,6 +91,9 @@ UNKNOWN = {
         "loop variable": "for p in 1 2; do vllm serve m --port $p; done",
         "read": "read L\nvllm serve m --l $L",
         "another file": "L=1\n. ./settings\nvllm serve m --l $L",
+        "another file and a default": ". ./settings\nvllm serve m --l ${L:-1}",
+        "another file and an array": 'A=(--a)\n. ./settings\nvllm serve m "${A[@]}"',
+        "operator on an unknown": "L=$(nproc)\nvllm serve m --l ${L:-1}",
         "eval": 'L=1\neval "$X"\nvllm serve m --l $L',
         "array set under a condition": 'A=(--a)\nif x; then A+=(--b); fi\nvllm serve m "${A[@]}"',
         "substring": "L=123\nvllm serve m --l ${L:1}",
@@ -140,6 +144,10 @@ def test_environment_and_working_directory() -> None:
     assert found.environment == {"CUDA_VISIBLE_DEVICES": "2", "VLLM_USE_V1": "1"}
     assert found.cwd == "/srv/models"
     assert parsed('cd "$(dirname "$0")"\nvllm serve m').cwd is None
+
+
+def test_a_python_environment_leaves_variables_alone() -> None:
+    assert parsed("L=2\nsource /opt/venv/bin/activate\nvllm serve m --l $L").argv[-1] == "2"
 
 
 def test_a_container_of_vllms_own_image() -> None:
