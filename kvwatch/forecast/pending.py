@@ -256,7 +256,7 @@ def _model(server: ServerState, start: NextStart) -> Iterator[Change]:
         yield Change("model_config", "as the server read it", f"{now.path}, written after the start")
     if first.path != now.path:
         yield Change("model_path", first.path, now.path)
-    if first.weight_bytes != now.weight_bytes:
+    if first.weight_bytes != now.weight_bytes and not (_in_hub(first) and first.path == now.path):
         yield Change("weight_bytes", _text(first.weight_bytes), _text(now.weight_bytes))
 
 
@@ -265,9 +265,13 @@ def _another_model(server: ServerState, start: NextStart) -> bool:
 
 
 def _written_since_start(first: ModelConfig, server: ServerState) -> bool:
-    """A hub's cache is filled by the server itself, after its start, and never written to again."""
     started = server.launch.start_time
-    return started is not None and first.mtime_ns > started * 1e9 and "/snapshots/" not in first.path
+    return started is not None and first.mtime_ns > started * 1e9 and not _in_hub(first)
+
+
+def _in_hub(model: ModelConfig) -> bool:
+    """A hub's cache is filled by the server itself, after its start, and its commits never change."""
+    return "/snapshots/" in model.path or "/modelscope/" in model.path
 
 
 def _differing(running: Mapping[str, Any], coming: Mapping[str, Any]) -> tuple[str, str]:

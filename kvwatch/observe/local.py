@@ -31,7 +31,7 @@ class LocalSources:
         self._processes = ProcessSource()
         self._launches = LaunchSource()
         self._models: dict[str | None, ModelSource] = {}
-        self._next_starts: dict[str | None, NextStartSource] = {}
+        self._next_starts: dict[str, NextStartSource] = {}
 
     def read_nvml(self) -> NvmlRecord | Failure:
         """All GPUs and the processes on them."""
@@ -88,7 +88,7 @@ class LocalSources:
         settings: ServerConfig | None,
     ) -> NextStart | Failure:
         """What the server would be told if it started again now."""
-        source = self._next_starts.setdefault(launch.base_url, NextStartSource())
+        source = self._next_starts.setdefault(launch.base_url or f"pid {launch.pid}", NextStartSource())
         return source.read(launch, process, served_root, settings)
 
 

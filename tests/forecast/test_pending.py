@@ -295,6 +295,8 @@ def test_a_config_written_after_the_start() -> None:
     assert changes(found).keys() == {"model_config"}
     hub = replace(late, path="/hub/snapshots/a/config.json")
     assert changes(pending(start(model=hub, first_model=hub))) == {}
+    downloading = replace(hub, weight_bytes=GIB)
+    assert changes(pending(start(model=hub, first_model=downloading))) == {}
 
 
 def test_another_model() -> None:
