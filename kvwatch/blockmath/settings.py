@@ -198,6 +198,9 @@ def resolve(
     batched, seqs = batch_limits(
         traits, flags, max_model_len, chunked=chunked, device=device, release=release
     )
+    if device.kind == "cpu" and traits.mla:
+        # Whatever was asked for: the host takes whole prompts only.
+        batched = max(max_model_len, DEFAULT_LENGTH)
     asynchronous = _async_scheduling(traits, flags, device=device, release=release)
     mode = _mamba_cache_mode(traits, flags, caching=caching)
     block_size = flags.block_size or (16 if device.kind == "cuda" else 128)
