@@ -209,6 +209,7 @@ def _pending(forecast: PendingForecast | None) -> dict[str, Any] | None:
         **_verdict(forecast.verdict, forecast.unknown),
         "basis": forecast.basis,
         "assumptions": list(forecast.assumptions),
+        "remedies": [_fields(remedy) for remedy in forecast.remedies],
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvwatch.blockmath.startup import CheckResult
 from kvwatch.export.cycle import Cycle
 from kvwatch.forecast.pending import PendingForecast
 from kvwatch.forecast.restart import RestartForecast
@@ -137,16 +138,19 @@ def _explanation(restart: RestartForecast) -> Iterator[str]:
     verdict = restart.verdict
     if verdict is None or verdict.feasible or verdict.blocking is None:
         return
-    blocking = verdict.blocking
-    where = f" on GPU {blocking.gpu}" if blocking.gpu is not None else ""
-    missing = f": {bytes_text(-blocking.margin_bytes)} missing" if blocking.margin_bytes is not None else ""
-    yield f"a restart would fail: {CHECK_TEXT.get(blocking.check, blocking.check)}{where}{missing}"
+    yield f"a restart would fail: {_failed_text(verdict.blocking)}"
     if verdict.message:
         yield f"vLLM would say: {verdict.message}"
     for remedy in restart.remedies:
         yield f"remedy: {remedy.text}"
     if not restart.remedies:
         yield "remedy: none by flags alone; more or larger GPUs, or quantized weights"
+
+
+def _failed_text(blocking: CheckResult) -> str:
+    where = f" on GPU {blocking.gpu}" if blocking.gpu is not None else ""
+    missing = f": {bytes_text(-blocking.margin_bytes)} missing" if blocking.margin_bytes is not None else ""
+    return f"{CHECK_TEXT.get(blocking.check, blocking.check)}{where}{missing}"
 
 
 def _plan_lines(cycle: Cycle, server: str) -> Iterator[str]:
@@ -191,10 +195,12 @@ def _pending_lines(pending: PendingForecast) -> Iterator[str]:
     verdict = pending.verdict
     if verdict is None:
         return
+    basis = " (modelled)" if pending.basis == "modelled" else ""
     if verdict.feasible:
-        yield "the next start would succeed with these changes"
+        yield f"the next start would succeed with these changes{basis}"
     elif verdict.blocking is not None:
-        blocking = verdict.blocking
-        yield f"the next start would fail: {CHECK_TEXT.get(blocking.check, blocking.check)}"
+        yield f"the next start would fail{basis}: {_failed_text(verdict.blocking)}"
         if verdict.message:
             yield f"vLLM would say: {verdict.message}"
+        for remedy in pending.remedies:
+            yield f"remedy: {remedy.text}"

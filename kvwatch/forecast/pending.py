@@ -20,6 +20,7 @@ from kvwatch.blockmath.releases import Release
 from kvwatch.blockmath.startup import Verdict
 from kvwatch.config import Config
 from kvwatch.forecast.modelled import judge_modelled
+from kvwatch.forecast.remedies import Remedy, remedies
 from kvwatch.forecast.restart import RestartForecast, Unknown
 from kvwatch.forecast.situation import ACTIVATION_FLAGS, Situation, refused, situation
 from kvwatch.node import NodeSnapshot, ServerState
@@ -99,6 +100,7 @@ class PendingForecast:
         unknown: why there is no verdict.
         basis: ``measured``, or ``modelled`` where an estimate stands in; None where there is no verdict.
         assumptions: what an estimate takes for granted, in words.
+        remedies: further changes that make it start, where all that bears on it was measured.
     """
 
     server: str
@@ -109,6 +111,7 @@ class PendingForecast:
     unknown: Unknown | None
     basis: str | None = None
     assumptions: tuple[str, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
 
     @property
     def feasible(self) -> bool | None:
@@ -134,7 +137,13 @@ def forecast_pending(
         outcome = _Judge(server, start, changes, restart, snapshot, config).judge()
     except Unsupported as unsupported:
         return replace(found, unknown=Unknown(unsupported.reason, str(unsupported)))
-    return replace(found, verdict=outcome.verdict, basis=outcome.basis, assumptions=outcome.assumptions)
+    return replace(
+        found,
+        verdict=outcome.verdict,
+        basis=outcome.basis,
+        assumptions=outcome.assumptions,
+        remedies=outcome.remedies,
+    )
 
 
 # --- differences ---------------------------------------------------------------------------------------
@@ -303,6 +312,7 @@ class _Outcome:
     verdict: Verdict
     basis: str = "measured"
     assumptions: tuple[str, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +421,9 @@ class _Judge:
     def _outcome(self, base: Situation, coming: Situation) -> _Outcome:
         doubt = self._doubt(base, coming)
         if doubt is None:
-            return _Outcome(_decided(coming.judge()))
+            verdict = _decided(coming.judge())
+            ways = () if verdict.feasible else remedies(coming, verdict, self.snapshot)
+            return _Outcome(verdict, remedies=ways)
         sure = self._without_measure(coming)
         if sure is not None:
             return _Outcome(sure)

@@ -36,10 +36,12 @@ def test_a_change_that_fails() -> None:
     assert pending["files"] == ["/etc/systemd/system/chat.service"]
     assert pending["changes"] == [{"setting": "max_model_len", "running": "32768", "next": "131072"}]
     assert (pending["feasible"], pending["blocking"]["check"]) == (False, "one_request")
+    assert {remedy["action"] for remedy in pending["remedies"]} >= {"max_model_len", "kv_cache_dtype"}
     text = " ".join(status_text(found).split())
     assert "pending: max_model_len: 32768 -> 131072" in text
-    assert "the next start would fail: room for one full request" in text
+    assert "the next start would fail: room for one full request on GPU 0: 4.28 GiB missing" in text
     assert "vLLM would say: To serve at least one request" in text
+    assert "remedy: --max-model-len 95984 instead of 131072" in text
 
 
 def test_a_change_that_works() -> None:
