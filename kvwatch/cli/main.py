@@ -14,6 +14,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "run": "watch this node and serve the page",
         "status": "GPUs with owners, servers with headroom and verdict",
+        "holders": "who holds the VRAM, and what a restart would gain from its end",
         "plan": "would a model start on some cards, and what would fit?",
         "explain": "say why a vLLM server did not start, from its log",
         "capture": "write what kvwatch sees to a file for a bug report",

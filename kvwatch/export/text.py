@@ -58,7 +58,7 @@ def status_text(cycle: Cycle) -> str:
             lines.extend(_pending_lines(pending))
         lines.extend(_outlook_lines(cycle, server.name))
         if lines:
-            parts.append("\n".join([f"{server.name}:", *(_wrapped(line) for line in lines)]))
+            parts.append("\n".join([f"{server.name}:", *(wrapped(line) for line in lines)]))
     down = [source for source in snapshot.sources if not source.up]
     parts.extend(
         f"{source.name}: {source.failure.detail if source.failure else 'no answer'}" for source in down
@@ -66,12 +66,13 @@ def status_text(cycle: Cycle) -> str:
     return "\n\n".join(parts)
 
 
-def _wrapped(line: str) -> str:
+def wrapped(line: str, *, indent: str = "  ") -> str:
+    """One paragraph in 80 columns, its further lines a step deeper; no word is broken."""
     return textwrap.fill(
         line,
         COLUMNS,
-        initial_indent="  ",
-        subsequent_indent="    ",
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
