@@ -1,31 +1,55 @@
-"""The long-running process: cycles on time, the page served, reload and an orderly end."""
+"""The long-running process: cycles on time, the page served, reload and an orderly end.
+
+Cycles have a thread of their own, so that the main thread is always free to end the process, to take a signal
+and to feed systemd's watchdog, whatever a cycle waits for.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
+import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from types import FrameType
 
 from kvwatch.config import Config, load
-from kvwatch.export.content import render
+from kvwatch.export.content import lifetime, render
 from kvwatch.export.cycle import Cycle
 from kvwatch.export.server import Content
 from kvwatch.export.textfile import write_textfile
+from kvwatch.failurelog import FailureLog
+from kvwatch.filestamp import WatchedFile
+from kvwatch.logs import log_crash, log_event
 from kvwatch.monitor import Monitor
+from kvwatch.observe.records import Failure
+from kvwatch.sdnotify import Notifier
 from kvwatch.yamlfile import ConfigError
 
-log = logging.getLogger("kvwatch")
+STOP_SECONDS = 0.5
+"""How long the end waits for a cycle under way."""
+CLOCK_JUMP_SECONDS = 1.0
+"""Between two cycles the wall clock may differ from the steady clock by so much."""
+
+
+class _Order(Enum):
+    """What the main thread is asked to do."""
+
+    STOP = "stop"
+    RELOAD = "reload"
 
 
 class Daemon:
     """Runs a monitor's cycles until told to stop.
 
     Args:
-        config_path: read again on reload; None keeps the configuration for good.
+        config_path: read again on reload and when it changes; None keeps the configuration for good.
+        adjust: what the command line changes in a configuration.
         textfile: where the page is also written, for node_exporter's textfile collector.
         speed: how many times faster than real time cycles follow each other (demo).
         on_cycle: called with each finished cycle, after it was published.
@@ -36,29 +60,36 @@ class Daemon:
         monitor: Monitor,
         *,
         config_path: Path | None = None,
+        adjust: Callable[[Config], Config] = lambda config: config,
         textfile: Path | None = None,
         speed: float = 1.0,
         on_cycle: Callable[[Cycle], None] | None = None,
+        notifier: Notifier | None = None,
     ) -> None:
         self._monitor = monitor
         self._config_path = config_path
+        self._config_file = None if config_path is None else WatchedFile(config_path)
+        self._adjust = adjust
         self._textfile = textfile
         self._speed = speed
         self._on_cycle = on_cycle
+        self._notifier = notifier or Notifier({})
+        # Its put() may be called while the same thread is inside get(), as a signal handler does.
+        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._stopping = False
         self._reloading = False
-        self._logged: set[tuple[str, str]] = set()
+        self._finished: float | None = None
+        self._clock_offset: float | None = None
+        self._failures = FailureLog()
 
     def stop(self) -> None:
-        """End after the cycle under way; safe from a signal handler and from any thread."""
-        self._stopping = True
-        self._wake.set()
+        """End soon, with or without the cycle under way; safe from a signal handler and from any thread."""
+        self._orders.put(_Order.STOP)
 
     def reload(self) -> None:
         """Read the configuration again before the next cycle, which follows at once."""
-        self._reloading = True
-        self._wake.set()
+        self._orders.put(_Order.RELOAD)
 
     def handle_signals(self) -> None:
         """SIGTERM and SIGINT stop, SIGHUP reloads. Main thread only."""
@@ -76,13 +107,38 @@ class Daemon:
     def run(self, publish: Callable[[Content], None]) -> None:
         """Cycle until `stop` and hand each cycle's content to `publish`.
 
-        Cycles start one interval apart; a late one does not shift the rest.
+        Cycles start one interval apart; a late one does not shift the rest. A cycle that still waits for a
+        source at the end is left behind with its thread.
         """
+        worker = threading.Thread(target=self._work, args=(publish,), name="kvwatch-cycles", daemon=True)
+        worker.start()
+        while self._next_order() is not _Order.STOP:
+            self._reloading = True
+            self._wake.set()
+        self._notifier.stopping()
+        self._stopping = True
+        self._wake.set()
+        worker.join(STOP_SECONDS)
+        if worker.is_alive():
+            log_event(logging.WARNING, "stopped_within_a_cycle")
+
+    def _next_order(self) -> _Order:
+        watchdog = self._notifier.watchdog_seconds
+        while True:
+            with suppress(queue.Empty):
+                return self._orders.get(timeout=None if watchdog is None else watchdog / 2)
+            if self._is_alive():
+                self._notifier.alive()
+
+    def _is_alive(self) -> bool:
+        """Whether cycles come to an end, at their own pace."""
+        finished = self._finished
+        return finished is not None and time.monotonic() - finished < lifetime(self._monitor.config.poll)
+
+    def _work(self, publish: Callable[[Content], None]) -> None:
         due = time.monotonic()
         while not self._stopping:
-            if self._reloading:
-                self._reloading = False
-                self._reload()
+            self._reload_if_asked()
             self._cycle(publish)
             interval = self._monitor.config.poll.interval / self._speed
             due = max(due + interval, time.monotonic())
@@ -91,35 +147,63 @@ class Daemon:
         self._monitor.close()
 
     def _cycle(self, publish: Callable[[Content], None]) -> None:
-        cycle = self._monitor.cycle()
-        self._log_failures(cycle)
-        content = render(cycle, self._monitor.config)
+        self._watch_clock()
+        try:
+            cycle = self._monitor.cycle()
+            content = render(cycle, self._monitor.config)
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong, no page may outlive its cycle
+            log_crash("cycle_failed")
+            cycle = self._monitor.failed_cycle(error)
+            content = render(cycle, self._monitor.config)
+        if self._stopping:
+            return
         publish(content)
-        if self._textfile is not None:
-            try:
-                write_textfile(self._textfile, content.metrics)
-            except OSError as error:
-                log.error("textfile=%s not written: %s", self._textfile, error.strerror or error)
+        self._failures.update([*cycle.snapshot.failures, *self._write_textfile(content.metrics)])
         if self._on_cycle is not None:
             self._on_cycle(cycle)
+        if self._finished is None:
+            self._notifier.ready()
+        self._finished = time.monotonic()
 
-    def _reload(self) -> None:
-        if self._config_path is None:
+    def _write_textfile(self, page: bytes) -> Iterator[Failure]:
+        if self._textfile is None:
             return
         try:
-            config: Config | None = load(self._config_path)
+            write_textfile(self._textfile, page)
+        except OSError as error:
+            reason = errno.errorcode.get(error.errno or 0, "error").lower()
+            self._monitor.count_error("textfile", reason)
+            yield Failure("textfile", reason, f"{self._textfile}: {error.strerror or error}")
+
+    def _reload_if_asked(self) -> None:
+        """Read the configuration again on demand, or when its file was changed."""
+        if self._config_path is None or self._config_file is None:
+            return
+        changed = self._config_file.changed()
+        if not (changed or self._reloading):
+            return
+        self._reloading = False
+        self._notifier.reloading()
+        self._reload(self._config_path)
+        self._notifier.ready()
+
+    def _reload(self, path: Path) -> None:
+        before = self._monitor.config
+        try:
+            config = self._adjust(load(path))
         except ConfigError as error:
-            log.error("reload refused, the old configuration stays: %s", error)
-            config = None
-        else:
-            log.info("configuration read again from %s", self._config_path)
+            log_event(logging.ERROR, "reload_refused", detail=error)
+            self._monitor.reconfigure(None)
+            return
+        log_event(logging.INFO, "reloaded", file=path)
+        if config.web != before.web:
+            log_event(logging.WARNING, "restart_needed", detail="the section web is read at the start only")
         self._monitor.reconfigure(config)
 
-    def _log_failures(self, cycle: Cycle) -> None:
-        """One line when a failure begins and one when it is over, however many cycles lie between."""
-        now = {(failure.source, failure.reason): failure for failure in cycle.snapshot.failures}
-        for key in now.keys() - self._logged:
-            log.warning("source=%s reason=%s %s", *key, now[key].detail)
-        for source, reason in self._logged - now.keys():
-            log.info("source=%s reason=%s is over", source, reason)
-        self._logged = set(now)
+    def _watch_clock(self) -> None:
+        """Say when the wall clock was set: times on the page before and after do not go together."""
+        offset = time.time() - time.monotonic()
+        before, self._clock_offset = self._clock_offset, offset
+        if before is not None and abs(offset - before) > CLOCK_JUMP_SECONDS:
+            self._monitor.clock_jumped()
+            log_event(logging.WARNING, "clock_jump", seconds=round(offset - before, 3))

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "kvwatch"
 
 LAYERS = (
     {"kvwatch.blockmath"},
-    {"kvwatch.units", "kvwatch.yamlfile"},
+    {"kvwatch.filestamp", "kvwatch.logs", "kvwatch.sdnotify", "kvwatch.units", "kvwatch.yamlfile"},
     {"kvwatch.config"},
     {"kvwatch.observe"},
     {"kvwatch.lineage"},
@@ -21,7 +21,7 @@ LAYERS = (
     {"kvwatch.headroom"},
     {"kvwatch.forecast"},
     {"kvwatch.export"},
-    {"kvwatch.monitor"},
+    {"kvwatch.failurelog", "kvwatch.monitor"},
     {"kvwatch.daemon"},
     {"kvwatch.demo"},
     {"kvwatch.cli"},

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
 from kvwatch.config import Config, load
+from kvwatch.logs import FORMATS, LEVELS
 from kvwatch.yamlfile import ConfigError
 
 DEFAULT_CONFIG_PATHS = (Path("kvwatch.yaml"), Path("/etc/kvwatch/kvwatch.yaml"))
@@ -26,22 +26,18 @@ def add_config_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_log_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--log-level``."""
+    """``--log-level`` and ``--log-format``."""
     parser.add_argument(
         "--log-level",
-        choices=("debug", "info", "warning", "error"),
+        choices=LEVELS,
         default="info",
-        help="least severe line that is written (default: %(default)s)",
+        help="least severe event that is written (default: %(default)s)",
     )
-
-
-def start_logging(level: str) -> None:
-    """One line per event on standard error."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S%z",
+    parser.add_argument(
+        "--log-format",
+        choices=tuple(FORMATS),
+        default="logfmt",
+        help="one event per line as key=value pairs, or as JSON (default: %(default)s)",
     )
 
 

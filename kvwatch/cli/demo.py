@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from kvwatch.cli.common import add_log_arguments, start_logging
+from kvwatch.cli.common import add_log_arguments
 from kvwatch.cli.run import serve
 from kvwatch.config import Config
 from kvwatch.daemon import Daemon
@@ -15,6 +15,7 @@ from kvwatch.demo.node import DemoNode
 from kvwatch.demo.scenario import load_scenario
 from kvwatch.export.cycle import Cycle
 from kvwatch.export.text import status_text
+from kvwatch.logs import start_logging
 from kvwatch.monitor import Monitor
 from kvwatch.observe.cycle import Observer
 
@@ -56,7 +57,7 @@ def _factor(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the demo until interrupted; prints the status whenever the verdict changes."""
-    start_logging(args.log_level)
+    start_logging(args.log_level, args.log_format)
     config = Config()
     config = replace(config, web=replace(config.web, listen_addresses=(args.listen_address,)))
     with DemoNode(load_scenario(), speed=args.speed) as node:

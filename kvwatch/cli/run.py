@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from kvwatch.cli.common import (
     add_config_argument,
     add_log_arguments,
     complain,
-    start_logging,
 )
 from kvwatch.cli.watched import Watched, add_replay_argument, watched_or_complain
 from kvwatch.config import Config
@@ -24,9 +24,9 @@ from kvwatch.export.content import render
 from kvwatch.export.server import DEFAULT_LIMITS, ExporterServer
 from kvwatch.export.textfile import write_textfile
 from kvwatch.export.webconfig import WebConfig
+from kvwatch.logs import log_event, start_logging
 from kvwatch.monitor import Monitor
-
-log = logging.getLogger("kvwatch")
+from kvwatch.sdnotify import Notifier
 
 
 def add_parser(commands: Any) -> None:
@@ -64,14 +64,21 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Watch until told to stop. Exit code 0; 2 when the configuration or an address cannot be used."""
-    watched = watched_or_complain(args, adjust=lambda config: _with_overrides(config, args))
+    adjust = partial(_with_overrides, args=args)
+    watched = watched_or_complain(args, adjust=adjust)
     if watched is None:
         return EXIT_USAGE
-    start_logging(args.log_level)
+    start_logging(args.log_level, args.log_format)
     if args.once:
         return _once(watched, args.textfile)
     monitor = watched.monitor
-    daemon = Daemon(monitor, config_path=monitor.config.source, textfile=args.textfile)
+    daemon = Daemon(
+        monitor,
+        config_path=monitor.config.source,
+        adjust=adjust,
+        textfile=args.textfile,
+        notifier=Notifier(),
+    )
     return serve(monitor, daemon)
 
 
@@ -113,7 +120,7 @@ def serve(monitor: Monitor, daemon: Daemon, *, announce: Callable[[str], None] |
     daemon.handle_signals()
     server.start()
     for address in server.addresses:
-        log.info("serving on %s", address)
+        log_event(logging.INFO, "serving", address=address)
         if announce is not None:
             announce(address)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvwatch.config import Config
+from kvwatch.config import Config, Poll
 from kvwatch.export.cycle import Cycle
 from kvwatch.export.document import as_json
 from kvwatch.export.html import status_page
@@ -14,8 +14,15 @@ def render(cycle: Cycle, config: Config) -> Content:
     """The page in both formats, the JSON and the status page of one cycle."""
     page = build_page(cycle, top=config.holders.top)
     return Content(
+        lifetime=lifetime(config.poll),
         metrics=page.text(),
         openmetrics=page.openmetrics(),
         snapshot=as_json(cycle).encode(),
         status=status_page(cycle),
     )
+
+
+def lifetime(poll: Poll) -> float:
+    """Seconds for which a page stands: two cycles, each with every source at its deadline."""
+    deadlines = poll.nvml_timeout + 2 * poll.processes_timeout + poll.vllm_timeout
+    return 2 * (poll.interval + deadlines)

@@ -14,12 +14,13 @@ class SelfState:
     """What kvwatch says of itself.
 
     Attributes:
+        cycle_seconds: how long the cycle took, None for one that failed.
         errors: failures since the start by (source, reason).
         reload_time: Unix time at which the configuration in use was read.
     """
 
     cycles: int
-    cycle_seconds: float
+    cycle_seconds: float | None
     errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
     reload_successful: bool = True
     reload_time: float | None = None

@@ -12,7 +12,6 @@ import base64
 import errno
 import gzip
 import hashlib
-import logging
 import re
 import selectors
 import socket
@@ -20,14 +19,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from time import CLOCK_BOOTTIME, clock_gettime
 
 from kvwatch.export.connections import Connection, Connections
 from kvwatch.export.http1 import BadRequest, Request, RequestReader, Response
 from kvwatch.export.listeners import Listener
 from kvwatch.export.negotiation import accepts_gzip, wants_openmetrics
 from kvwatch.export.webconfig import WebConfig, WebSettings
-
-log = logging.getLogger("kvwatch")
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -48,6 +46,7 @@ class Content:
     """What one cycle hands out.
 
     Attributes:
+        lifetime: seconds after which it is no longer handed out, when nothing newer has come; None for good.
         metrics: Prometheus text format 0.0.4.
         openmetrics: OpenMetrics 1.0.0.
         snapshot: JSON.
@@ -58,6 +57,7 @@ class Content:
     openmetrics: bytes
     snapshot: bytes
     status: bytes
+    lifetime: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,12 @@ class _Published:
         self.snapshot = _Resource(content.snapshot, JSON)
         policy = {"Content-Security-Policy": _content_security_policy(content.status)}
         self.status = _Resource(content.status, HTML, policy)
+        self._expires = None if content.lifetime is None else _seconds_since_boot() + content.lifetime
+
+    @property
+    def expired(self) -> bool:
+        """Whether it is too old to be true of the node."""
+        return self._expires is not None and _seconds_since_boot() > self._expires
 
 
 class ExporterServer:
@@ -326,17 +332,31 @@ class ExporterServer:
 
     def _from_published(self, request: Request, pick: Callable[[_Published], _Resource]) -> Response:
         published = self._published
-        return _starting() if published is None else pick(published).response(request)
+        if published is None or published.expired:
+            return _unavailable(published)
+        return pick(published).response(request)
 
     def _healthy(self, _request: Request) -> Response:
+        published = self._published
+        if published is not None and published.expired:
+            return _unavailable(published)
         return Response.message(HTTPStatus.OK, "healthy")
 
     def _ready(self, _request: Request) -> Response:
-        return _starting() if self._published is None else Response.message(HTTPStatus.OK, "ready")
+        published = self._published
+        if published is None or published.expired:
+            return _unavailable(published)
+        return Response.message(HTTPStatus.OK, "ready")
 
 
-def _starting() -> Response:
-    return Response.message(HTTPStatus.SERVICE_UNAVAILABLE, "no cycle has ended yet", _RETRY)
+def _unavailable(published: _Published | None) -> Response:
+    text = "no cycle has ended yet" if published is None else "no cycle has ended for too long"
+    return Response.message(HTTPStatus.SERVICE_UNAVAILABLE, text, _RETRY)
+
+
+def _seconds_since_boot() -> float:
+    """Goes on while the machine sleeps, which time.monotonic() does not."""
+    return clock_gettime(CLOCK_BOOTTIME)
 
 
 def _reloaded(reload: Callable[[], None]) -> Response:

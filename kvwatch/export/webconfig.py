@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from kvwatch.export.basicauth import BasicAuth, bcrypt_hash
+from kvwatch.filestamp import Stamp, stamp
+from kvwatch.logs import log_event
 from kvwatch.yamlfile import ConfigError, Section, boolean, parse_yaml, plain_text, read_text
-
-log = logging.getLogger("kvwatch")
 
 T = TypeVar("T")
 
@@ -103,13 +103,13 @@ class WebConfig:
         try:
             self._settings = load_web_config(self._path)
         except ConfigError as error:
-            log.error("web configuration refused, the old one stays: %s", error)
+            log_event(logging.ERROR, "web_config_refused", file=self._path, detail=error)
             return
         self._stamp = self._stamps()
-        log.info("web configuration read again from %s", self._path)
+        log_event(logging.INFO, "web_config_reloaded", file=self._path)
 
-    def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(_stamp(path) for path in (self._path, *self._settings.files))
+    def _stamps(self) -> tuple[Stamp | None, ...]:
+        return tuple(stamp(path) for path in (self._path, *self._settings.files))
 
 
 def load_web_config(path: Path) -> WebSettings:
@@ -218,11 +218,3 @@ def _one_of(names: Mapping[str, T]) -> Callable[[object], T]:
         return names[value]
 
     return convert
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size

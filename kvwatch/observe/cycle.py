@@ -138,9 +138,9 @@ class NodeObserver(Protocol):
 
 @dataclass(slots=True)
 class _Server:
-    """A server's reader and guards, kept from cycle to cycle. One without an address has no reader."""
+    """A server's reader and guards, kept from cycle to cycle. One that cannot be opened has no reader."""
 
-    reader: VllmReader | None
+    reader: VllmReader | None = None
     vllm: Guarded[VllmRecord | Failure] = field(default_factory=lambda: Guarded("vllm"))
     model: Guarded[ModelConfig | Failure] = field(default_factory=lambda: Guarded("models"))
     next_start: Guarded[NextStart | Failure] = field(default_factory=lambda: Guarded("launch"))
@@ -237,14 +237,12 @@ class Observer:
         keys = {_key(one): one for one in found}
         for gone in self._servers.keys() - keys.keys():
             _close(self._servers.pop(gone))
-        for key, one in keys.items():
-            server = self._servers.get(key) or self._servers.setdefault(key, self._open(one))
+        unopened = {key: failure for key, one in keys.items() if (failure := self._open(key, one))}
+        for server in self._servers.values():
             if server.reader is not None:
                 server.vllm.start(server.reader.read)
         pages = {
-            key: Failure("vllm", "no_address", "the command line names no address that kvwatch can reach")
-            if server.reader is None
-            else server.vllm.result(poll.vllm_timeout)
+            key: unopened[key] if key in unopened else server.vllm.result(poll.vllm_timeout)
             for key, server in self._servers.items()
         }
         models = {key: self._start_model(key, one, pages[key]) for key, one in keys.items()}
@@ -256,9 +254,18 @@ class Observer:
             for key, one in keys.items()
         )
 
-    def _open(self, one: _Found) -> _Server:
-        address = one.launch.base_url
-        return _Server(self._sources.open_vllm(address, one.settings) if address else None)
+    def _open(self, key: str, one: _Found) -> Failure | None:
+        """Have a reader for a server's pages, or say why there is none; the next cycle tries again."""
+        server = self._servers.setdefault(key, _Server())
+        if server.reader is not None:
+            return None
+        if not one.launch.base_url:
+            return Failure("vllm", "no_address", "the command line names no address that kvwatch can reach")
+        try:
+            server.reader = self._sources.open_vllm(one.launch.base_url, one.settings)
+        except (OSError, ValueError) as error:
+            return Failure("vllm", "not_opened", f"{one.launch.base_url}: {error}")
+        return None
 
     def _start_model(
         self, key: str, one: _Found, page: VllmRecord | Failure

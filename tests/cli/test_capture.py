@@ -197,7 +197,7 @@ def test_a_capture_is_served_like_a_node(tmp_path: Path) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as daemon:
         assert daemon.stderr
         log = iter(daemon.stderr.readline, "")
-        address = next(match[1] for line in log if (match := re.search(r"serving on (\S+)", line)))
+        address = next(match[1] for line in log if (match := re.search(r"event=serving address=(\S+)", line)))
         page = wait_until(lambda: page_at(address), 30)
         daemon.terminate()
         assert daemon.wait(20) == 0

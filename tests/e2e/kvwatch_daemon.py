@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ CYCLE_SECONDS = 30.0
 FAST = "poll: {interval: 1s}\n"
 """A kvwatch.yaml with no server in it: discovery alone, at a pace fit for a test."""
 
-_ADDRESS = re.compile(r"(?:serving on |page: http://)([\w.]+:\d+)[/\n]")
+_ADDRESS = re.compile(r"(?:event=serving address=|page: http://)([\w.]+:\d+)[/\n]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,11 @@ class KvwatchDaemon:
         page = wait_until(reached, cycles * CYCLE_SECONDS, otherwise=self.log_text)
         assert page is not None
         return page
+
+    def reload(self) -> bool:
+        """Ask for the configuration to be read again (SIGHUP); whether it was there to hear."""
+        self._process.send_signal(signal.SIGHUP)
+        return self._process.poll() is None
 
     def stop(self) -> int:
         """End it as an operator would (SIGTERM) and return its exit code."""

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -406,3 +407,15 @@ def test_a_port_in_use_is_named_and_the_others_are_given_back(server: ExporterSe
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(ValueError, match="not an address to listen on"):
         ExporterServer([address])
+
+
+def test_what_is_too_old_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(content=replace(CONTENT, lifetime=60.0)) as server:
+        assert fetch(server, "/metrics").status == 200
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        monkeypatch.setattr("kvwatch.export.server.clock_gettime", lambda _clock: now + 61)
+        for path in ("/metrics", "/api/v1/snapshot", "/", "/-/ready", "/-/healthy"):
+            answer = fetch(server, path)
+            assert (answer.status, answer.body) == (503, b"no cycle has ended for too long\n")
+        server.publish(replace(CONTENT, lifetime=60.0))
+        assert fetch(server, "/metrics").status == 200

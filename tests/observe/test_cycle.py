@@ -198,3 +198,21 @@ def test_a_new_configuration_opens_new_readers(sources: FakeSources) -> None:
     watch.reconfigure(Config(poll=QUICK, discovery=False))
     assert sources.readers[0][2].closed
     assert watch.observe().servers == ()
+
+
+def test_a_reader_that_cannot_be_opened_costs_its_own_server_and_is_tried_again(
+    sources: FakeSources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(_base_url: str, _settings: ServerConfig | None) -> Reader:
+        raise PermissionError(13, "Permission denied", "/etc/kvwatch/token")
+
+    watch = observer(sources)
+    monkeypatch.setattr(sources, "open_vllm", unreadable)
+    seen = watch.observe()
+    page = seen.servers[0].vllm
+    assert isinstance(page, Failure)
+    assert page.reason == "not_opened"
+    assert "/etc/kvwatch/token" in page.detail
+    assert seen.nvml == sources.nvml
+    monkeypatch.undo()
+    assert isinstance(watch.observe().servers[0].vllm, VllmRecord)
