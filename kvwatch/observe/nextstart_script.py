@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvwatch.blockmath.errors import Unsupported
 
@@ -32,6 +33,8 @@ _OPAQUE = frozenset({".", "source", "eval"})
 
 _MAX_NESTING = 20
 _MAX_TEXT = 64 * 1024
+MAX_COMMANDS = 2000
+"""Of one script. A start script has a few dozen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,13 @@ def script_commands(text: str, environment: Mapping[str, str], cwd: str | None) 
     """All simple commands of a script in order, those under conditions and in loops among them.
 
     Raises:
-        Unsupported: quotes or parentheses do not close.
+        Unsupported: quotes or parentheses do not close, or it is longer than any real one.
     """
     shell = _Shell(dict(environment), cwd)
-    return [found for command in _Lexer(text).commands() if (found := shell.run(command)) is not None]
+    commands = list(islice(_Lexer(text).commands(), MAX_COMMANDS + 1))
+    if len(commands) > MAX_COMMANDS:
+        raise Unsupported("too_long", f"the script has more than {MAX_COMMANDS} commands")
+    return [found for command in commands if (found := shell.run(command)) is not None]
 
 
 # --- words ---------------------------------------------------------------------------------------------
@@ -111,9 +117,9 @@ class _Lexer:
                 self._skip_to_line_end()
             elif character in "<>":
                 self._redirection(character)
-            else:
+            elif parts := list(self._piece(character)):
                 self._word = self._word if self._word is not None else []
-                self._word.extend(self._piece(character))
+                self._word.extend(parts)
         yield from self._end_command("\n")
 
     def _take(self) -> str:
@@ -230,7 +236,10 @@ class _Lexer:
             elif character in "$`":
                 yield self._expansion(character, quoted=True)
             else:
-                yield _Part(character, quoted=True)
+                plain = re.compile(r"[^\"\\$`]*").match(self._text, self._at)
+                rest = plain[0] if plain else ""
+                self._at += len(rest)
+                yield _Part(character + rest, quoted=True)
         self._at += 1
 
     def _until(self, closing: str) -> str:

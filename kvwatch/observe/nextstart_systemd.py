@@ -243,7 +243,7 @@ class _Unit:
         prefixes = line[: len(line) - len(stripped)]
         words = [self._specified(word) for word in _words(stripped)]
         if "@" in prefixes:
-            words = [words[0], *words[2:]]
+            words = [*words[:1], *words[2:]]
         if ":" in prefixes:
             return words
         return [text for word in words for text in self._expanded(word, environment, whole=whole)]

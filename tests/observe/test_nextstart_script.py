@@ -17,6 +17,7 @@ BASH = shutil.which("bash")
 KNOWN = {
     "one line": "vllm serve m --max-model-len 4096",
     "continued": "vllm serve m \\\n  --max-model-len \\\n  4096 # the end\n",
+    "continued before anything": "\\\n  vllm serve m --a",
     "exec and redirections": "exec vllm serve m --a >>/dev/null 2>&1 </dev/null",
     "background": "vllm serve m --a & wait",
     "pipe": "vllm serve m --a | cat",
@@ -172,6 +173,7 @@ def test_a_container_of_vllms_own_image() -> None:
         "a=(" * 5000,
         "<<E\n" * 1000,
         "A=$A$A\n" * 200,
+        "export B=1\n" * 5000,
     ],
 )
 def test_hostile_scripts_end(text: str) -> None:
