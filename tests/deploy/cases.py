@@ -267,7 +267,8 @@ RESTART = (
             "6m": (),
             "10m": fires_chat(
                 "chat on gpu1:9744 sleeps, and others hold the memory that it needs to wake up."
-                " 1GiB are missing. Largest holder beside it: ipykernel_launcher of dana (PID 77, 2GiB on GPU 0)."
+                " 1GiB are missing. Largest holder beside it: ipykernel_launcher of dana"
+                " (PID 77, 2GiB on GPU 0)."
             ),
             "40m": (),
         },

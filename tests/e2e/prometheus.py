@@ -80,6 +80,17 @@ class Prometheus:
         draft.replace(self._targets)
         self.wait_for(f'up{{instance="{address}"}} == 1')
 
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def query_range(self, expression: str, start: float, end: float, step: float) -> list[Mapping[str, str]]:
+        """The labels of the series that a range query finds."""
+        params: dict[str, str | float] = {"query": expression, "start": start, "end": end, "step": step}
+        response = requests.get(f"{self._url}/api/v1/query_range", params=params, timeout=10)
+        assert response.ok, f"{expression}: {response.text}"
+        return [series["metric"] for series in response.json()["data"]["result"]]
+
     def query(self, expression: str) -> list[Result]:
         """The answer to an instant query."""
         response = requests.get(f"{self._url}/api/v1/query", params={"query": expression}, timeout=10)
