@@ -112,7 +112,7 @@ _GROUPS: Final[tuple[tuple[Callable[[Context], Layout], TraitsOf, str], ...]] = 
         _pooling,
         """
         GPT2ForSequenceClassification Gemma2Model InternLM2ForRewardModel LlamaModel MistralModel
-        Qwen2ForProcessRewardModel Qwen2ForRewardModel Qwen2Model
+        JinaForRanking Qwen2ForProcessRewardModel Qwen2ForRewardModel Qwen2Model
         """,
     ),
     (
@@ -160,6 +160,9 @@ _GROUPS: Final[tuple[tuple[Callable[[Context], Layout], TraitsOf, str], ...]] = 
     (special.every_head_by_its_parts, plain, "MiniCPM3ForCausalLM"),
     (special.one_kv_head, plain, "Step3TextForCausalLM Step3VLForConditionalGeneration"),
     (special.two_shapes, plain, "MiMoV2FlashForCausalLM MiMoV2ForCausalLM MiMoV2OmniForCausalLM"),
+    (special.step, plain, "Step3p5ForCausalLM Step3p7ForConditionalGeneration"),
+    (special.chunks_as_windows, plain, "Rnj1ForCausalLM"),
+    (special.loops, plain, "IQuestLoopCoderForCausalLM"),
     (special.hrm, plain, "HrmTextForCausalLM"),
     (
         mla.layers,
@@ -245,7 +248,6 @@ NOT_COVERED: Final = frozenset(
         "Glm5NextForCausalLM",
         "Glm5NextForConditionalGeneration",
         "HfMoondream",
-        "IQuestLoopCoderForCausalLM",
         "InklingForCausalLM",
         "InklingForConditionalGeneration",
         "InternS1ProForConditionalGeneration",

@@ -103,10 +103,43 @@ def recurrent(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def step(rng: random.Random) -> dict[str, Any]:
+    layers = rng.randint(4, 16)
+    return {
+        "architectures": ["Step3p5ForCausalLM"],
+        "model_type": "step3p5",
+        "num_attention_heads": 16,
+        "num_attention_groups": rng.choice([2, 4, 8]),
+        "head_dim": 128,
+        "hidden_size": 1024,
+        "num_hidden_layers": layers,
+        "sliding_window": 512,
+        "rope_theta": 10000.0,
+        "layer_types": [("sliding" if layer % 4 else "full") + "_attention" for layer in range(layers)],
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": 24,
+            "num_attention_groups": 8,
+            "head_dim": 128,
+            "true_head_dim": 128,
+        },
+    }
+
+
+def loops(rng: random.Random) -> dict[str, Any]:
+    return dense(rng) | {
+        "architectures": ["IQuestLoopCoderForCausalLM"],
+        "model_type": "llama",
+        "loop_num": rng.choice([2, 3]),
+        "loop_window_size": rng.choice([64, 100]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
 def questions() -> Iterator[Question]:
     rng = random.Random(2)
-    for model in (dense, sliding, latent, states, recurrent):
-        for _ in range(6):
+    for model in (dense, sliding, latent, states, recurrent, step, loops):
+        for _ in range(5):
             config = model(rng) | {
                 "vocab_size": 1024,
                 "intermediate_size": 1024,

@@ -128,25 +128,31 @@ def test_automatic_length_fails_only_without_room_for_one_token() -> None:
     [
         (
             "0.32.0",
-            "To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache is "
-            "needed, which is larger than the available KV cache memory (3.6 GiB). Based on the available "
-            "memory, the estimated maximum model length is 29472. Try increasing `gpu_memory_utilization` "
-            "(which also controls CPU memory on the CPU backend) or decreasing `max_model_len` when "
-            "initializing the engine. See https://docs.vllm.ai/en/latest/configuration/"
-            "conserving_memory/ for more details.",
+            (
+                "To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache "
+                "is needed, which is larger than the available KV cache memory (3.6 GiB). Based on the "
+                "available memory, the estimated maximum model length is 29472. Try increasing `gpu_memory_utilization` "
+                "(which also controls CPU memory on the CPU backend) or decreasing `max_model_len` when "
+                "initializing the engine. See https://docs.vllm.ai/en/latest/configuration/"
+                "conserving_memory/ for more details."
+            ),
         ),
         (
             "0.11.0",
-            "To serve at least one request with the models's max seq len (131072), (16.00 GiB KV cache is "
-            "needed, which is larger than the available KV cache memory (2.00 GiB). Based on the available "
-            "memory, the estimated maximum model length is 16384. Try increasing `gpu_memory_utilization` "
-            "or decreasing `max_model_len` when initializing the engine.",
+            (
+                "To serve at least one request with the models's max seq len (131072), (16.00 GiB KV cache "
+                "is needed, which is larger than the available KV cache memory (2.00 GiB). Based on the "
+                "available memory, the estimated maximum model length is 16384. Try increasing "
+                "`gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine."
+            ),
         ),
         (
             "0.6.0",
-            "The model's max seq len (131072) is larger than the maximum number of tokens that can be "
-            "stored in KV cache (16384). Try increasing `gpu_memory_utilization` or decreasing "
-            "`max_model_len` when initializing the engine.",
+            (
+                "The model's max seq len (131072) is larger than the maximum number of tokens that can be "
+                "stored in KV cache (16384). Try increasing `gpu_memory_utilization` or decreasing "
+                "`max_model_len` when initializing the engine."
+            ),
         ),
     ],
 )

@@ -135,9 +135,3 @@ def layer_types(text: Section) -> list[str] | None:
         return [LEGACY_NAMES.get(str(name), str(name)) for name in stated]
     rule = RULES.get(text.model_type)
     return None if rule is None else rule(text, text.whole("num_hidden_layers"))
-
-
-def model_window(text: Section) -> int | None:
-    """The window of layers that have none of their own: only where all layers slide."""
-    types = layer_types(text)
-    return window(text) if types is None or all(name == SLIDING for name in types) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Final
 
 from kvwatch.blockmath.layouts import layertypes
@@ -18,7 +19,7 @@ from kvwatch.blockmath.layouts.base import (
 )
 from kvwatch.blockmath.modelconfig import ModelConfig
 from kvwatch.blockmath.settings import Traits, total_heads
-from kvwatch.blockmath.specs import Kind
+from kvwatch.blockmath.specs import Kind, LayerSpec
 
 GEMMA4_IMAGE_TOKENS: Final = 2496
 """Tokens of the costliest item of Gemma 4's multimodal models (a video), which must fit in one batch."""
@@ -194,6 +195,45 @@ def two_shapes(context: Context) -> Layout:
         types = layertypes.layer_types(text) or [layertypes.FULL] * context.num_layers
         pattern = [int(name == layertypes.SLIDING) for name in types]
     return layout_of([sliding if slides else full for slides in pattern[: context.num_layers]])
+
+
+def step(context: Context) -> Layout:
+    """Step 3.5: layers of one type can have heads of their own; without types every second layer slides."""
+    text, count = context.text, context.num_layers
+    window = None if context.disable_window else layertypes.window(text)
+    types = values(text, "layer_types")
+    other = text.get("attention_other_setting") or {}
+
+    @cache
+    def spec(kind: str) -> LayerSpec:
+        apart = other if types and kind == other.get("attention_type") else {}
+        heads = apart.get("num_attention_groups") or text.whole("num_attention_groups")
+        size = apart.get("head_dim") or head_size(text)
+        return attention(context, heads, size, window=window if kind == layertypes.SLIDING else None)
+
+    default = [layertypes.FULL if index % 2 else layertypes.SLIDING for index in range(count)]
+    return layout_of([spec(kind) for kind in types or default][:count])
+
+
+def chunks_as_windows(context: Context) -> Layout:
+    """Rnj: layers called chunked see a sliding window."""
+    text = context.text
+    heads, size = kv_heads(text), head_size(text)
+    sliding, full = attention(context, heads, size, window=_window(context)), attention(context, heads, size)
+    types = values(text, "layer_types") or []
+    return layout_of([sliding if name == layertypes.CHUNKED else full for name in types])
+
+
+def loops(context: Context) -> Layout:
+    """Layers that run several times; from the second time on they see a window. A stated head size is not
+    read.
+    """
+    text = context.text
+    heads, size = kv_heads(text), text.whole("hidden_size") // total_heads(text)
+    first = attention(context, heads, size)
+    again = attention(context, heads, size, window=text.whole("loop_window_size", 64))
+    repeats = text.whole("loop_num", 2) - 1
+    return layout_of([(first, *[again] * repeats)] * context.num_layers)
 
 
 def hrm(context: Context) -> Layout:
