@@ -47,6 +47,11 @@ _CAUSE = re.compile(
 )
 
 
+def server_environment() -> dict[str, str]:
+    """This process's environment, as vLLM gets it."""
+    return {name: value for name, value in os.environ.items() if name not in UNWANTED} | ENVIRONMENT
+
+
 @dataclass(frozen=True, slots=True)
 class PoolLine:
     """What the server's log says of one engine's KV cache.
@@ -92,11 +97,10 @@ class VllmServer:
         self.flags = ("--served-model-name", self.name, *BASE_FLAGS, *flags)
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.log = Path(tempfile.mkstemp(".log", f"vllm-{self.port}-", directory)[1])
-        environment = {name: value for name, value in os.environ.items() if name not in UNWANTED}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [venv / "bin/vllm", "serve", model, *self._address(), *self.flags],
-                env=environment | ENVIRONMENT,
+                env=server_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
