@@ -23,6 +23,7 @@ LengthWording = Literal["v0_tokens", "gb", "estimate_lost", "estimate", "estimat
 
 V1_DEFAULT_SINCE: Final = (0, 8, 0)
 V0_REMOVED_IN: Final = (0, 11, 0)
+V0_COUNTED_OTHERS_IN: Final = (0, 6, 4)
 
 _HISTORY: Final[dict[str, tuple[tuple[tuple[int, ...], Any], ...]]] = {
     "default_utilization": (((0,), 0.90), ((0, 20), 0.92)),
@@ -169,8 +170,13 @@ class Release:
 
     @property
     def foreign_counts_as_non_torch(self) -> bool:
-        """Memory of other processes is taken out of this server's KV cache."""
-        return self.engine == "V1" and not self.has_free_memory_check
+        """Memory of other processes is taken out of this server's KV cache.
+
+        V0 did so in 0.6.4 only, whose users reported it (vllm-project/vllm#10533, #10643).
+        """
+        if self.engine == "V0":
+            return self.version == V0_COUNTED_OTHERS_IN
+        return not self.has_free_memory_check
 
     @property
     def ceil_budget(self) -> bool:

@@ -66,6 +66,8 @@ def test_v0_is_gone_from_0_11() -> None:
 @pytest.mark.parametrize(
     ("text", "rules"),
     [
+        ("0.6.3", {"foreign_counts_as_non_torch": False}),
+        ("0.6.4.post1", {"foreign_counts_as_non_torch": True}),
         ("0.7.3", {"default_utilization": 0.9, "has_swap_space": True, "has_free_memory_check": False}),
         ("0.8.5", {"foreign_counts_as_non_torch": True, "length_wording": "estimate_lost"}),
         (
