@@ -11,6 +11,7 @@ needs=(
     "py:ensurepip    python3-venv"
     "prometheus      prometheus"
     "promtool        prometheus"
+    "chromium        chromium"
     "amtool          prometheus-alertmanager"
     "systemd-analyze systemd"
 )

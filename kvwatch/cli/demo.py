@@ -24,8 +24,8 @@ def add_parser(commands: Any) -> None:
     """The command's arguments."""
     parser = commands.add_parser(
         "demo",
-        description="Serves the page of an embedded node on which a leftover worker and a notebook take VRAM"
-        " until a restart becomes infeasible, then are killed. A round takes half a simulated hour.",
+        description="Serves the page of an embedded node on which a notebook and a leftover worker take VRAM"
+        " until a restart becomes infeasible, then are killed. A round takes a simulated hour.",
     )
     parser.add_argument(
         "--web.listen-address",
@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
         "--speed",
         metavar="FACTOR",
         type=_factor,
-        default=60.0,
+        default=120.0,
         help="simulated seconds per second (default: %(default)g: a round takes 30 s)",
     )
     parser.add_argument(

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvwatch.config import GIB, ServerConfig
-from kvwatch.demo.scenario import Scenario, at, data
+from kvwatch.demo.scenario import Scenario, ScriptedHolder, ScriptedServer, at, data
 from kvwatch.observe.launch import find_servers, server_members
 from kvwatch.observe.records import (
     Failure,
@@ -126,33 +126,42 @@ class DemoNode:
             "--host", "127.0.0.1", "--port", str(self.port),
         )  # fmt: skip
         processes = [
-            self._process(PARENT_PID, 1, "vllm", server.user, argv),
-            self._process(PARENT_PID + 1, PARENT_PID, "VLLM::EngineCore", server.user),
+            self._process(PARENT_PID, 1, "vllm", server, argv),
+            self._process(PARENT_PID + 1, PARENT_PID, "VLLM::EngineCore", server),
         ]
         processes += [
-            self._process(FIRST_WORKER_PID + rank, PARENT_PID + 1, f"VLLM::Worker_TP{rank}", server.user)
+            self._process(FIRST_WORKER_PID + rank, PARENT_PID + 1, f"VLLM::Worker_TP{rank}", server)
             for rank in range(server.tensor_parallel_size)
         ]
         processes += [
-            self._process(pid, 1, holder.name, holder.user)
+            self._process(pid, 1, holder.name, holder)
             for pid, holder in enumerate(script.holders, FIRST_HOLDER_PID)
             if holder.bytes_at(minute) is not None
         ]
         return ProcessRecord({process.pid: process for process in processes})
 
-    def _process(self, pid: int, ppid: int, name: str, user: str, argv: tuple[str, ...] = ()) -> Process:
+    def _process(
+        self, pid: int, ppid: int, name: str, who: ScriptedServer | ScriptedHolder, argv: tuple[str, ...] = ()
+    ) -> Process:
         session = PARENT_PID if pid < FIRST_HOLDER_PID else pid
         return Process(
             pid=pid,
             ppid=ppid,
-            start_time=self._started - 86400,
+            start_time=self._round_began + 60 * who.start,
             name=name,
-            user=user,
+            user=who.user,
             uid=None,
             session=session,
             state="S",
             argv=argv or (name,),
+            unit=who.unit,
         )
+
+    @property
+    def _round_began(self) -> float:
+        """Unix time, the same throughout a round."""
+        length = 60 * self._scenario.round_minutes
+        return self._started + (self.now() - self._started) // length * length
 
     def find_servers(self, processes: ProcessRecord) -> tuple[Launch, ...]:
         """The vLLM server, found by its command line as on a real node.

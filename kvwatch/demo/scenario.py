@@ -27,6 +27,7 @@ class ScriptedHolder:
 
     name: str
     user: str
+    unit: str
     gpu: int
     start: float
     end: float
@@ -44,6 +45,7 @@ class ScriptedServer:
     model: str
     served_name: str
     user: str
+    unit: str
     utilization: float
     max_model_len: int
     block_size: int
@@ -51,6 +53,7 @@ class ScriptedServer:
     num_blocks: int
     worker_gib_beside_pool: float
     usage: Points
+    start: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ def load_scenario() -> Scenario:
             ScriptedHolder(
                 name=holder["name"],
                 user=holder["user"],
+                unit=holder["unit"],
                 gpu=holder["gpu"],
                 start=holder["from"],
                 end=holder["to"],

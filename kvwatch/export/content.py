@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from kvwatch.config import Config, Poll
 from kvwatch.export.cycle import Cycle
-from kvwatch.export.document import as_json
-from kvwatch.export.html import status_page
+from kvwatch.export.document import document, encode
 from kvwatch.export.page import build_page
 from kvwatch.export.server import Content
+from kvwatch.export.statuspage import status_page
 
 
 def render(cycle: Cycle, config: Config) -> Content:
     """The page in both formats, the JSON and the status page of one cycle."""
     page = build_page(cycle, top=config.holders.top)
+    told = document(cycle)
     return Content(
         lifetime=lifetime(config.poll),
         metrics=page.text(),
         openmetrics=page.openmetrics(),
-        snapshot=as_json(cycle).encode(),
-        status=status_page(cycle),
+        snapshot=encode(told).encode(),
+        status=status_page(told),
     )
 
 

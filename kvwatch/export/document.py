@@ -23,7 +23,12 @@ SCHEMA = 1
 
 def as_json(cycle: Cycle, *, indent: int | None = None) -> str:
     """The document as text. Bytes and tokens are whole numbers, times Unix seconds, unknown values null."""
-    return json.dumps(document(cycle), indent=indent, allow_nan=False)
+    return encode(document(cycle), indent=indent)
+
+
+def encode(told: dict[str, Any], *, indent: int | None = None) -> str:
+    """A document as JSON."""
+    return json.dumps(told, indent=indent, allow_nan=False)
 
 
 def document(cycle: Cycle) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import re
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import CLOCK_BOOTTIME, clock_gettime
@@ -38,7 +38,10 @@ _ROOM_SECONDS = 0.01  # until a connection that was cut has given its descriptor
 _READ = ("GET", "HEAD")
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="kvwatch"'}
 _RETRY = {"Retry-After": "1"}
-_STYLE = re.compile(rb"<style>(.*?)</style>", re.DOTALL)
+_INLINE = {
+    "style": re.compile(rb"<style>(.*?)</style>", re.DOTALL),
+    "script": re.compile(rb"<script>(.*?)</script>", re.DOTALL),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Content:
         metrics: Prometheus text format 0.0.4.
         openmetrics: OpenMetrics 1.0.0.
         snapshot: JSON.
-        status: the status page, HTML whose only style is in ``<style>`` elements.
+        status: the status page, HTML with no style or script but in ``<style>`` and ``<script>`` elements.
     """
 
     metrics: bytes
@@ -378,9 +381,14 @@ def _listen(addresses: Sequence[str]) -> list[Listener]:
 
 
 def _content_security_policy(page: bytes) -> str:
-    """Nothing but the page's own ``<style>`` elements, by their hashes."""
-    hashes = [base64.b64encode(hashlib.sha256(style).digest()).decode() for style in _STYLE.findall(page)]
-    styles = " ".join(f"'sha256-{digest}'" for digest in hashes) or "'none'"
+    """The page's own ``<style>`` and ``<script>`` elements by their hashes, its icon, and itself again."""
+    inline = "; ".join(f"{kind}-src {_hashes(pattern.findall(page))}" for kind, pattern in _INLINE.items())
     return (
-        f"default-src 'none'; style-src {styles}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; {inline}; img-src data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
+
+
+def _hashes(elements: Iterable[bytes]) -> str:
+    digests = [base64.b64encode(hashlib.sha256(element).digest()).decode() for element in elements]
+    return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"

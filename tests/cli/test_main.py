@@ -160,7 +160,7 @@ def test_the_demo_serves_its_page_and_ends_on_sigterm(tmp_path: Path) -> None:
         assert "kvwatch_build_info{" in page.text
         assert 'simulated="true"' in page.text
         assert requests.get(f"{url}/api/v1/snapshot", timeout=5).json()["simulated"] is True
-        assert "<title>kvwatch" in requests.get(url, timeout=5).text
+        assert " · kvwatch</title>" in requests.get(url, timeout=5).text
     finally:
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=20)

@@ -44,11 +44,11 @@ def cycle_at(node: ScriptedClock, monitor: Monitor, minute: float) -> Cycle:
 @pytest.mark.parametrize(
     ("minute", "feasible", "check", "owners"),
     [
-        (1, True, None, set()),
-        (6, True, None, {Owner.ORPHAN}),
-        (15, False, "free_memory", {Owner.ORPHAN, Owner.FOREIGN}),
-        (23, True, None, {Owner.ORPHAN}),
-        (28, True, None, set()),
+        (1, True, None, {Owner.FOREIGN}),
+        (40, True, None, {Owner.FOREIGN}),
+        (45, False, "free_memory", {Owner.ORPHAN, Owner.FOREIGN}),
+        (54, True, None, {Owner.ORPHAN}),
+        (58, True, None, set()),
     ],
 )
 def test_the_script_turns_the_verdict_and_turns_it_back(
@@ -91,7 +91,7 @@ def test_the_numbers_belong_together(node: ScriptedClock, monitor: Monitor) -> N
     assert forecast.verdict.longest_length == (blocks - 1) * 16
 
 
-@pytest.mark.parametrize("minute", range(30))
+@pytest.mark.parametrize("minute", range(60))
 def test_no_card_is_ever_overcommitted(node: ScriptedClock, monitor: Monitor, minute: int) -> None:
     for state in cycle_at(node, monitor, minute).snapshot.gpus:
         assert state.gpu.memory is not None

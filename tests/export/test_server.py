@@ -85,6 +85,7 @@ def test_the_status_page_may_use_its_own_style_and_nothing_else(server: Exporter
     policy = fetch(server, "/").headers["Content-Security-Policy"]
     assert policy == (
         "default-src 'none'; style-src 'sha256-FcQqt3aNlV7AZnGV4zkQRVeCeJOxbMPnQSx258L803E='; "
+        "script-src 'none'; img-src data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
