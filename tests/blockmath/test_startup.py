@@ -131,9 +131,9 @@ def test_automatic_length_fails_only_without_room_for_one_token() -> None:
             (
                 "To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache "
                 "is needed, which is larger than the available KV cache memory (3.6 GiB). Based on the "
-                "available memory, the estimated maximum model length is 29472. Try increasing `gpu_memory_utilization` "
-                "(which also controls CPU memory on the CPU backend) or decreasing `max_model_len` when "
-                "initializing the engine. See https://docs.vllm.ai/en/latest/configuration/"
+                "available memory, the estimated maximum model length is 29472. Try increasing "
+                "`gpu_memory_utilization` (which also controls CPU memory on the CPU backend) or decreasing "
+                "`max_model_len` when initializing the engine. See https://docs.vllm.ai/en/latest/configuration/"
                 "conserving_memory/ for more details."
             ),
         ),
