@@ -14,6 +14,7 @@ LAYERS = (
     {"kvwatch.filestamp", "kvwatch.logs", "kvwatch.sdnotify", "kvwatch.units", "kvwatch.yamlfile"},
     {"kvwatch.config"},
     {"kvwatch.observe"},
+    {"kvwatch.doctor", "kvwatch.privileges"},
     {"kvwatch.lineage"},
     {"kvwatch.ledger"},
     {"kvwatch.ownership"},

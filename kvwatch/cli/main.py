@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "plan": "would a model start on some cards, and what would fit?",
         "explain": "say why a vLLM server did not start, from its log",
         "capture": "write what kvwatch sees to a file for a bug report",
+        "doctor": "what kvwatch can and cannot see here, and how to grant it",
         "demo": "watch an embedded node: no GPU and no vLLM needed",
         "check-config": "check a configuration file",
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from kvwatch.export.textfile import write_textfile
 from kvwatch.export.webconfig import WebConfig
 from kvwatch.logs import log_event, start_logging
 from kvwatch.monitor import Monitor
+from kvwatch.privileges import DAC_OVERRIDE, NEEDED, drop_privileges, is_root
 from kvwatch.sdnotify import Notifier
 
 
@@ -79,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
         textfile=args.textfile,
         notifier=Notifier(),
     )
-    return serve(monitor, daemon)
+    keep = NEEDED if args.textfile is None else (*NEEDED, DAC_OVERRIDE)
+    return serve(monitor, daemon, keep=keep)
 
 
 def _with_overrides(config: Config, args: argparse.Namespace) -> Config:
@@ -104,8 +106,19 @@ def _once(watched: Watched, textfile: Path | None) -> int:
     return 0
 
 
-def serve(monitor: Monitor, daemon: Daemon, *, announce: Callable[[str], None] | None = None) -> int:
-    """Serve a daemon's cycles until SIGTERM or SIGINT; `announce` gets each address that is listened on."""
+def serve(
+    monitor: Monitor,
+    daemon: Daemon,
+    *,
+    announce: Callable[[str], None] | None = None,
+    keep: Collection[int] = NEEDED,
+) -> int:
+    """Serve a daemon's cycles until SIGTERM or SIGINT.
+
+    Args:
+        announce: gets each address that is listened on.
+        keep: capabilities that are not given up once the addresses are bound.
+    """
     web = monitor.config.web
     try:
         server = ExporterServer(
@@ -117,6 +130,7 @@ def serve(monitor: Monitor, daemon: Daemon, *, announce: Callable[[str], None] |
     except (OSError, ValueError) as error:
         complain(f"cannot serve: {error}")
         return EXIT_USAGE
+    _drop_privileges(keep)
     daemon.handle_signals()
     server.start()
     for address in server.addresses:
@@ -128,3 +142,12 @@ def serve(monitor: Monitor, daemon: Daemon, *, announce: Callable[[str], None] |
     finally:
         server.close()
     return 0
+
+
+def _drop_privileges(keep: Collection[int]) -> None:
+    if is_root():
+        log_event(logging.WARNING, "running_as_root", detail="a plain user would do: see kvwatch doctor")
+    try:
+        drop_privileges(keep)
+    except OSError as error:
+        log_event(logging.WARNING, "privileges_kept", detail=error.strerror or error)

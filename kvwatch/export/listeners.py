@@ -40,7 +40,9 @@ class Listener:
         """Stops listening and removes a Unix socket's file."""
         self.socket.close()
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            # Its folder may be writable no more, once privileges were dropped.
+            with suppress(OSError):
+                self._path.unlink()
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
