@@ -19,6 +19,7 @@ class Flags:
 
     Names are vLLM's own with underscores. Sizes are in the unit of the flag: tokens for lengths, bytes for
     ``kv_cache_memory_bytes``, GiB for ``swap_space``, ``cpu_offload_gb`` and ``kv_offloading_size``.
+    ``allow_long_max_model_len`` is no flag of vLLM's but its variable VLLM_ALLOW_LONG_MAX_MODEL_LEN.
     """
 
     model: str | None = None
@@ -59,6 +60,7 @@ class Flags:
     enable_sleep_mode: bool | None = None
     load_format: str | None = None
     trust_remote_code: bool | None = None
+    allow_long_max_model_len: bool | None = None
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> Flags:

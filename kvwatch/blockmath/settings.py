@@ -404,7 +404,7 @@ def _max_model_len(config: ModelConfig, flags: Flags, derived: float) -> int:
             return original
         return int(derived)
     stated = config.text.get("model_max_length")
-    if asked > derived and (stated is None or asked > stated):
+    if asked > derived and (stated is None or asked > stated) and not flags.allow_long_max_model_len:
         raise Refused(
             "max_model_len_gt_derived",
             f"User-specified max_model_len ({asked}) is greater than the derived max_model_len ({derived}).",

@@ -382,18 +382,14 @@ class _Judge:
             raise Unsupported("model_config_unreadable", f"model {flags.model or ''}: {detail}")
         config = model.config if isinstance(model, ModelConfig) and self._model_moved else base.config
         keeps_block = not self._model_moved and release is base.release and not flags.block_size
-        try:
-            pool = plan_pool(
-                config,
-                flags,
-                device=base.device,
-                release=release,
-                effective_block_size=base.effective_block_size if keeps_block else None,
-            )
-        except Refused as refusal:
-            if refusal.kind == "max_model_len_gt_derived" and self._any_length_allowed:
-                raise Unsupported("long_length_allowed", f"{_ANY_LENGTH} lifts the model's limit") from None
-            raise
+        flags = replace(flags, allow_long_max_model_len=self._any_length_allowed or None)
+        pool = plan_pool(
+            config,
+            flags,
+            device=base.device,
+            release=release,
+            effective_block_size=base.effective_block_size if keeps_block else None,
+        )
         return replace(base, config=config, flags=flags, release=release, pool=pool)
 
     @property

@@ -52,6 +52,9 @@ NOT_IN_THE_POOL = frozenset({"gpu_memory_utilization"})
 """Flags that move the budget only: the block arithmetic stays as it is."""
 
 
+_ANY_LENGTH = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+
+
 @dataclass(frozen=True, slots=True)
 class RankSite:
     """Where one rank of the server runs, and what was measured there. Bytes.
@@ -261,6 +264,8 @@ def _next_flags(server: ServerState, engine: Engine) -> tuple[Flags, tuple[str, 
     if server.launch.pid is None:
         running["kv_cache_memory_bytes"] = engine.kv_cache_memory_bytes
         running["num_gpu_blocks_override"] = engine.num_blocks_override
+    if server.launch.environment.get(_ANY_LENGTH, "0").strip().lower() in ("1", "true"):
+        running["allow_long_max_model_len"] = True
     filled = {
         name: value for name, value in running.items() if value is not None and getattr(given, name) is None
     }

@@ -242,7 +242,7 @@ def test_weights_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("/no/such/directory", "--gpu", "H100"), "does not exist"),
         (("broken.json", "--gpu", "H100"), "not JSON"),
         (("list.json", "--gpu", "H100"), "no JSON object"),
-        (("other.json", "--gpu", "H100"), "NobodysModel"),
+        (("other.json", "--gpu", "H100"), "nobody_knows"),
         (("--batch", "missing.jsonl"), "missing.jsonl"),
     ],
 )
@@ -251,7 +251,8 @@ def test_wrong_input_says_what_is_wrong(
 ) -> None:
     (here / "broken.json").write_text("{")
     (here / "list.json").write_text("[]")
-    (here / "other.json").write_text(json.dumps({"architectures": ["NobodysModel"], "model_type": "nobodys"}))
+    unreadable = {"architectures": ["NobodysModel"], "model_type": "nobodys", "num_hidden_layers": 4}
+    (here / "other.json").write_text(json.dumps({**unreadable, "layer_types": ["nobody_knows"] * 4}))
     output = Output(capsys, *arguments)
     assert output.code == 2
     assert said in output.error

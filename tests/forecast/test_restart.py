@@ -179,6 +179,21 @@ def test_bytes_told_outright_replace_the_budget() -> None:
     assert margins(forecast)["one_request"] == told - LLAMA_8B_BLOCK - 1024 * LLAMA_8B_BLOCK
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_length_beyond_the_models_own_needs_leave(allowed: bool) -> None:
+    length = 200_000
+    seen = serving_node()
+    launch = replace(
+        seen.servers[0].launch,
+        flags=Flags(max_model_len=length),
+        environment={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"} if allowed else {},
+    )
+    page = vllm_page(max_model_len=length)
+    forecast = judge(replace(seen, servers=(replace(seen.servers[0], launch=launch, vllm=page),)))
+    assert forecast.feasible is allowed
+    assert forecast.blocking_check == (None if allowed else "derived_length")
+
+
 @given(st.integers(0, 70 * GIB), st.integers(0, 70 * GIB))
 def test_more_foreign_memory_never_helps(less: int, more: int) -> None:
     low, high = sorted((less, more))
