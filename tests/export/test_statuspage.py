@@ -223,7 +223,7 @@ def test_a_trend_has_a_time_and_a_picture() -> None:
         in text
     )
     assert "The KV cache of engine 0 is full in 2 d (Sun 17 Jan, 08:00 UTC)." in text
-    assert "Lowest in the last 1 h: 64.0 MiB, on GPU 0." in text
+    assert "Lowest in the last 1 h: +64.0 MiB, on GPU 0." in text
 
 
 def test_pending_changes_and_their_verdict() -> None:

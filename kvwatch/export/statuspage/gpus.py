@@ -81,7 +81,7 @@ def _card(
         tag("ul", [_legend(part) for part in parts], _budget_legend(starts), class_="legend"),
         [_start(gpu, *start, shades) for start in starts],
         _visibility(gpu),
-        _holders(gpu, name, now),
+        _holders(gpu, name, shades, now),
         class_="card",
         aria_labelledby=name,
         data_gpu=gpu["gpu"],
@@ -188,13 +188,13 @@ def _visibility(gpu: Record) -> Markup | None:
     return tag("p", text, class_="note")
 
 
-def _holders(gpu: Record, name: str, now: float) -> Markup | None:
+def _holders(gpu: Record, name: str, shades: Mapping[str, str], now: float) -> Markup | None:
     """The largest holders, and the rest in one row."""
     holders = gpu["holders"]
     if not holders:
         return None
     listed, rest = holders[:MAX_HOLDERS], holders[MAX_HOLDERS:]
-    rows = [_holder(holder, now) for holder in listed]
+    rows = [_holder(holder, shades, now) for holder in listed]
     if rest:
         known = sum(holder["bytes"] or 0 for holder in rest)
         more = tag("th", f"and {plural(len(rest), 'smaller holder')}", scope="row", colspan="4")
@@ -210,15 +210,16 @@ def _holders(gpu: Record, name: str, now: float) -> Markup | None:
     )
 
 
-def _holder(holder: Record, now: float) -> Markup:
+def _holder(holder: Record, shades: Mapping[str, str], now: float) -> Markup:
     process: Any = holder["process"] or UNKNOWN
     who = " · ".join(text for text in (holder["user"], holder["workload"]) if text)
     age = UNKNOWN if holder["started"] is None else duration_text(max(0.0, now - holder["started"]))
     owner = holder["server"] or holder["owner"]
+    kind = shades.get(holder["server"], holder["owner"])
     return tag(
         "tr",
         tag("th", process, tag("span", f" {holder['pid']}", class_="soft"), scope="row"),
-        tag("td", tag("span", owner, class_=f"owner {holder['owner']}")),
+        tag("td", tag("span", owner, class_=f"owner {kind}")),
         tag("td", who or UNKNOWN),
         tag("td", age, class_="number"),
         tag("td", figure(holder, "bytes"), class_="number"),

@@ -65,7 +65,7 @@ def _card(server: Record, name: str, told: Record) -> Markup:
         _pending(server["pending"]),
         _further(server),
         _basis(server["restart"], name),
-        class_="card server",
+        class_="card deployment",
         aria_labelledby=name,
         data_server=server["server"],
     )

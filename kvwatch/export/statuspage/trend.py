@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvwatch.export.statuspage.markup import Content, Markup, tag
 from kvwatch.export.statuspage.shapes import sparkline
-from kvwatch.export.statuspage.words import Record, ahead
+from kvwatch.export.statuspage.words import Record, ahead, signed_text
 from kvwatch.units import bytes_text, duration_text
 
 MAX_AHEAD = 2.0
@@ -44,7 +44,7 @@ def _lines(points: list[tuple[float, float]], server: Record, now: float) -> Ite
     if trend["infeasible_at"] is None:
         yield "No steady fall." if len(points) > 1 else "Too few looks yet to tell a trend."
     if len(points) > 1:
-        lowest = bytes_text(round(min(margin for _, margin in points)))
+        lowest = signed_text(round(min(margin for _, margin in points)))
         span = duration_text(points[-1][0] - points[0][0])
         yield f"Lowest in the last {span}: {lowest}, on GPU {trend['gpu']}."
 
@@ -52,7 +52,8 @@ def _lines(points: list[tuple[float, float]], server: Record, now: float) -> Ite
 def _picture(points: list[tuple[float, float]], trend: Record) -> Markup:
     begin, end = points[0][0], points[-1][0]
     zero_at = trend["infeasible_at"]
-    shown = zero_at is not None and end < zero_at <= end + MAX_AHEAD * (end - begin)
-    first, last = (bytes_text(round(point[1])) for point in (points[0], points[-1]))
+    above = points[-1][1] > 0
+    shown = above and zero_at is not None and end < zero_at <= end + MAX_AHEAD * (end - begin)
+    first, last = (signed_text(round(point[1])) for point in (points[0], points[-1]))
     label = f"Tightest margin on GPU {trend['gpu']}, {duration_text(end - begin)}: from {first} to {last}"
     return sparkline(points, label=label, ahead=(zero_at, 0.0) if shown else None)

@@ -34,7 +34,7 @@ def share_text(share: float) -> str:
 
 def signed_text(number: int) -> str:
     """Bytes with their sign, as a margin has them."""
-    return f"+{bytes_text(number)}" if number >= 0 else bytes_text(number).replace("-", "\N{MINUS SIGN}")
+    return f"+{bytes_text(number)}" if number > 0 else bytes_text(number).replace("-", "\N{MINUS SIGN}")
 
 
 def plural(number: int, noun: str) -> str:
