@@ -184,6 +184,11 @@ class VllmServer:
         psutil.wait_procs([process for process in members if process.pid != self.pid], GONE_SECONDS)
         self._process.wait(GONE_SECONDS)
 
+    def kill_parent(self) -> None:
+        """End the parent alone (SIGKILL), as the kernel or an impatient operator would."""
+        self._process.kill()
+        self._process.wait(GONE_SECONDS)
+
     def log_text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
