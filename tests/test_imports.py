@@ -22,6 +22,7 @@ LAYERS = (
     {"kvwatch.headroom"},
     {"kvwatch.forecast"},
     {"kvwatch.export"},
+    {"kvwatch.fleet"},
     {"kvwatch.failurelog", "kvwatch.monitor"},
     {"kvwatch.daemon"},
     {"kvwatch.demo"},

@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "holders": "who holds the VRAM, and what a restart would gain from its end",
         "plan": "would a model start on some cards, and what would fit?",
         "explain": "say why a vLLM server did not start, from its log",
+        "fleet": "headroom and verdicts of every node, out of Prometheus",
         "capture": "write what kvwatch sees to a file for a bug report",
         "doctor": "what kvwatch can and cannot see here, and how to grant it",
         "demo": "watch an embedded node: no GPU and no vLLM needed",
