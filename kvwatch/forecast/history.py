@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from kvwatch.forecast.restart import RestartForecast
 from kvwatch.forecast.trend import Series, Trend
@@ -18,6 +19,8 @@ UNSTABLE_BYTES = 64 * 2**20
 MAX_POINTS = 60
 """Points of a margin's course that are handed out."""
 
+T = TypeVar("T")
+_Identity = tuple[str, float | None]
 _Key = tuple[str, float | None, str]
 
 
@@ -41,64 +44,80 @@ class Outlook:
     margins: tuple[tuple[float, float], ...] = ()
 
 
+class _Shelf(Generic[T]):
+    """Series of one kind, by server and part; what the newest cycle did not add to is not handed out."""
+
+    def __init__(self, new: Callable[[], T]) -> None:
+        self._new = new
+        self._series: dict[_Key, T] = {}
+        self._fresh: set[_Key] = set()
+
+    def begin(self, alive: Collection[_Identity]) -> None:
+        """A new cycle, in which these servers were seen."""
+        self._series = {key: series for key, series in self._series.items() if key[:2] in alive}
+        self._fresh.clear()
+
+    def series(self, server: ServerState, part: str) -> T:
+        """The series to add to."""
+        key = (*_identity(server), part)
+        if key not in self._series:
+            self._series[key] = self._new()
+        self._fresh.add(key)
+        return self._series[key]
+
+    def of(self, server: ServerState) -> dict[str, T]:
+        """The series of one server that this cycle added to, by part."""
+        identity = _identity(server)
+        return {
+            key[2]: series
+            for key, series in self._series.items()
+            if key[:2] == identity and key in self._fresh
+        }
+
+
 class History:
     """Series per server and card, fed once per cycle. A restarted server begins anew."""
 
     def __init__(self) -> None:
-        self._margins: dict[_Key, Series] = {}
-        self._free: dict[_Key, Series] = {}
-        self._others: dict[_Key, deque[int]] = {}
+        self._margins = _Shelf(Series)
+        self._free = _Shelf(Series)
+        self._others: _Shelf[deque[int]] = _Shelf(lambda: deque(maxlen=RECENT_CYCLES))
 
     def add(self, snapshot: NodeSnapshot, forecasts: dict[str, RestartForecast]) -> None:
         """Remember one cycle and forget servers that are gone."""
-        seen: set[_Key] = set()
+        alive = {_identity(server) for server in snapshot.servers}
+        for shelf in (self._margins, self._free, self._others):
+            shelf.begin(alive)
         for server in snapshot.servers:
             for gpu, margin in _tightest_margins(forecasts[server.name]):
-                key = _key(server, gpu)
-                seen.add(key)
-                self._margins.setdefault(key, Series()).add(snapshot.time, margin)
+                self._margins.series(server, gpu).add(snapshot.time, margin)
             for engine, share in _free_shares(server):
-                key = _key(server, engine)
-                seen.add(key)
-                self._free.setdefault(key, Series()).add(snapshot.time, share)
+                self._free.series(server, engine).add(snapshot.time, share)
             for gpu, held in _held_by_others(server, snapshot):
-                key = _key(server, gpu)
-                seen.add(key)
-                self._others.setdefault(key, deque(maxlen=RECENT_CYCLES)).append(held)
-        alive = {_identity(server) for server in snapshot.servers}
-        for store in (self._margins, self._free, self._others):
-            for key in [key for key in store if key[:2] not in alive]:
-                del store[key]
+                self._others.series(server, gpu).append(held)
 
     def outlook(self, server: ServerState) -> Outlook:
-        """What the series of one server say."""
-        identity = _identity(server)
-        courses = {key[2]: series for key, series in self._margins.items() if key[:2] == identity}
+        """What the series of one server say, as far as the newest cycle could add to them."""
+        courses = self._margins.of(server)
         trends = [trend for series in courses.values() if (trend := series.trend()) is not None]
         tightest = min(courses, key=lambda gpu: courses[gpu].samples[-1][1], default=None)
         return Outlook(
             margin=min(trends, key=lambda trend: trend.zero_at, default=None),
             kv_full_at={
-                key[2]: trend.zero_at
-                for key, series in self._free.items()
-                if key[:2] == identity and (trend := series.trend()) is not None
+                engine: trend.zero_at
+                for engine, series in self._free.of(server).items()
+                if (trend := series.trend()) is not None
             },
             unstable_gpus=tuple(
-                key[2]
-                for key, held in self._others.items()
-                if key[:2] == identity and max(held) - min(held) > UNSTABLE_BYTES
+                gpu for gpu, held in self._others.of(server).items() if max(held) - min(held) > UNSTABLE_BYTES
             ),
             margins_gpu=tightest,
             margins=() if tightest is None else _lows(courses[tightest].samples),
         )
 
 
-def _identity(server: ServerState) -> tuple[str, float | None]:
+def _identity(server: ServerState) -> _Identity:
     return server.name, server.launch.start_time
-
-
-def _key(server: ServerState, part: str) -> _Key:
-    return (*_identity(server), part)
 
 
 def _lows(samples: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

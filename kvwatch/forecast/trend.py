@@ -17,6 +17,8 @@ HORIZON = 7 * 86400.0
 KEEP = 24 * 3600.0
 RESOLUTION = 30.0
 """One sample is kept per so many seconds."""
+MAX_GAP = MIN_SPAN
+"""After so many seconds without a sample, what was before says nothing of the present fall."""
 
 _MAX_POINTS = 120
 _THIRD_SHARE = 0.25
@@ -43,14 +45,14 @@ class Trend:
 
 
 class Series:
-    """The last day of one quantity. Samples come in order of time; a clock that jumps back starts it anew."""
+    """The last day of one quantity. A clock that jumps back, or nobody watching for long, starts it anew."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque()
 
     def add(self, time: float, value: float) -> None:
         """One sample; more than one per `RESOLUTION` seconds are not kept."""
-        if self._samples and time < self._samples[-1][0]:
+        if self._samples and not 0 <= time - self._samples[-1][0] <= MAX_GAP:
             self._samples.clear()
         if self._samples and time - self._samples[-1][0] < RESOLUTION:
             return

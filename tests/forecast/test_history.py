@@ -76,6 +76,21 @@ def test_a_server_that_is_gone_is_forgotten() -> None:
     assert watched.outlook.margin is None
 
 
+def test_what_this_cycle_could_not_tell_is_not_handed_out() -> None:
+    watched = Watched()
+    leak = [GIB + minute * GIB // 20 for minute in range(72)]
+    watched.play(*leak[:70])
+    before = watched.outlook.margin
+    assert before is not None
+    watched.play(leak[70], version=None)
+    assert watched.outlook.margin is None
+    assert watched.outlook.margins == ()
+    watched.play(leak[71])
+    after = watched.outlook.margin
+    assert after is not None
+    assert after.zero_at == pytest.approx(before.zero_at, abs=1)
+
+
 def test_the_course_is_thinned_and_keeps_lows_and_the_newest() -> None:
     watched = Watched()
     assert watched.history.outlook(join(serving_node(), Config()).servers[0]).margins == ()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwatch.config import GIB
-from kvwatch.forecast.trend import HORIZON, MIN_SPAN, Series, Trend
+from kvwatch.forecast.trend import HORIZON, MAX_GAP, MIN_SPAN, Series, Trend
 
 START = 1_800_000_000.0
 STEP = 60.0
@@ -80,6 +80,13 @@ def test_a_sawtooth_is_no_trend_in_a_day(period: float, amplitude: float) -> Non
     assert trends(lambda hour: (5 - amplitude * (hour % period) / period) * GIB, 24) == []
 
 
+def test_a_deep_tooth_is_believed_only_before_any_has_recovered() -> None:
+    """Until memory is given back for the first time, it cannot be told from a leak."""
+    found = trends(lambda hour: (5 - 4 * (hour % 3) / 3) * GIB, 24)
+    assert found
+    assert all(hour < 3 for hour, _ in found)
+
+
 def test_a_fall_below_every_earlier_tooth_is_a_trend_again() -> None:
     def shape(hour: float) -> float:
         return (5 - 2 * (hour % 2) / 2) * GIB if hour < 8 else (5 - (hour - 8)) * GIB
@@ -109,6 +116,21 @@ def test_a_clock_that_jumps_back_starts_anew() -> None:
         series.add(START + number * 60, float(100 - number))
     series.add(START - 3600, 5.0)
     assert len(series) == 1
+
+
+def test_what_nobody_watched_for_long_starts_anew() -> None:
+    leak = [(START + number * 60, float(100 - number)) for number in range(60)]
+    watched, gap, jump = Series(), Series(), Series()
+    for time, value in leak:
+        watched.add(time, value)
+        jump.add(time, value)
+        if not 40 <= (time - START) / 60 < 50:
+            gap.add(time, value)
+    expected = watched.trend()
+    assert expected is not None
+    assert gap.trend() == expected
+    jump.add(leak[-1][0] + MAX_GAP + 1, 40.0)
+    assert len(jump) == 1
 
 
 def test_a_day_is_kept_and_no_more() -> None:
