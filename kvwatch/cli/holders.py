@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from typing import Any
 
 from kvwatch.cli.common import EXIT_USAGE, add_config_argument
-from kvwatch.cli.watched import Watched, add_replay_argument, watched_or_complain
+from kvwatch.cli.watched import add_replay_argument, watched_or_complain
+from kvwatch.cli.watching import add_watch_argument, watch
 from kvwatch.export.cycle import Cycle
 from kvwatch.export.holders import holders_json, holders_text
 
 EXIT_UNSEEN = 2
-_CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_parser(commands: Any) -> None:
@@ -29,11 +27,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", help="the same as JSON; with --watch one line per look"
     )
-    parser.add_argument(
-        "--watch",
-        action="store_true",
-        help="look again at the configured interval, and remember what has just ended",
-    )
+    add_watch_argument(parser)
     parser.set_defaults(run=run)
 
 
@@ -42,40 +36,13 @@ def run(args: argparse.Namespace) -> int:
     watched = watched_or_complain(args)
     if watched is None:
         return EXIT_USAGE
-    return _watch(watched, args) if args.watch else _once(watched, args)
-
-
-def _once(watched: Watched, args: argparse.Namespace) -> int:
+    if args.watch is not None:
+        show = holders_json if args.json else holders_text
+        last = watch(watched, show, every=args.watch, redraw=not args.json)
+        return EXIT_UNSEEN if last is None else _exit_code(last)
     cycle = watched.look()
     print(holders_json(cycle, indent=2) if args.json else holders_text(cycle))
     return _exit_code(cycle)
-
-
-def _watch(watched: Watched, args: argparse.Namespace) -> int:
-    """A real node is looked at until interrupted; captures are shown one after the other."""
-    remaining = watched.cycles if args.replay else None
-    code = 0
-    try:
-        while remaining is None or remaining > 0:
-            cycle = watched.monitor.cycle()
-            code = _exit_code(cycle)
-            _show(cycle, as_json=args.json)
-            if remaining is None:
-                time.sleep(watched.monitor.config.poll.interval)
-            else:
-                remaining -= 1
-    finally:
-        watched.monitor.close()
-    return code
-
-
-def _show(cycle: Cycle, *, as_json: bool) -> None:
-    if as_json:
-        print(holders_json(cycle), flush=True)
-    elif sys.stdout.isatty():
-        print(_CLEAR + holders_text(cycle), flush=True)
-    else:
-        print(holders_text(cycle) + "\n", flush=True)
 
 
 def _exit_code(cycle: Cycle) -> int:

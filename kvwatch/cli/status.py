@@ -7,6 +7,7 @@ from typing import Any
 
 from kvwatch.cli.common import EXIT_USAGE, add_config_argument
 from kvwatch.cli.watched import add_replay_argument, watched_or_complain
+from kvwatch.cli.watching import add_watch_argument, watch
 from kvwatch.export.cycle import Cycle
 from kvwatch.export.document import as_json
 from kvwatch.export.text import status_text
@@ -25,7 +26,10 @@ def add_parser(commands: Any) -> None:
     )
     add_config_argument(parser)
     add_replay_argument(parser)
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="the same as JSON; with --watch one line per look"
+    )
+    add_watch_argument(parser)
     parser.set_defaults(run=run)
 
 
@@ -34,6 +38,10 @@ def run(args: argparse.Namespace) -> int:
     watched = watched_or_complain(args)
     if watched is None:
         return EXIT_USAGE
+    if args.watch is not None:
+        show = as_json if args.json else status_text
+        last = watch(watched, show, every=args.watch, redraw=not args.json)
+        return EXIT_UNKNOWN if last is None else exit_code(last)
     cycle = watched.look()
     print(as_json(cycle, indent=2) if args.json else status_text(cycle))
     return exit_code(cycle)

@@ -24,10 +24,12 @@ class Watched:
 
     Attributes:
         cycles: how many cycles there are to see, 1 for a real node.
+        captured: it is made of captures, whose cycles come to an end.
     """
 
     monitor: Monitor
     cycles: int = 1
+    captured: bool = False
 
     def look(self) -> Cycle:
         """See all cycles once; returns the last."""
@@ -74,4 +76,5 @@ def _captured(args: argparse.Namespace, adjust: Callable[[Config], Config]) -> W
     captures = read_captures(args.replay)
     config = adjust(load(args.config) if args.config else captured_config(captures))
     observer = ReplayObserver(captures, config)
-    return Watched(Monitor(observer, config, now=observer.now, simulated=True), observer.cycles)
+    monitor = Monitor(observer, config, now=observer.now, simulated=True)
+    return Watched(monitor, observer.cycles, captured=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from kvwatch.blockmath.startup import CheckResult
 from kvwatch.export.cycle import Cycle
@@ -16,6 +17,12 @@ from kvwatch.ownership import Owner
 from kvwatch.units import bytes_text, duration_text
 
 COLUMNS = 80
+_GAP = "  "
+NOTHING_CUT: Mapping[int, int] = MappingProxyType({})
+_GPU_HEADINGS = ("GPU", "NAME", "TOTAL", "FREE")
+_MOST_NAME = 24
+_LEAST_OWNERS = 24
+_LEAST_OWNER = 12
 CHECK_TEXT = {
     "configuration": "flags refused",
     "derived_length": "length above the model's own",
@@ -28,17 +35,36 @@ CHECK_TEXT = {
 }
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[int] = frozenset()) -> str:
-    """Columns as wide as their widest cell; columns in `right` are flush right."""
+def table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    right: frozenset[int] = frozenset(),
+    cut: Mapping[int, int] = NOTHING_CUT,
+) -> str:
+    """Columns as wide as their widest cell; columns in `right` are flush right.
+
+    Args:
+        cut: columns that give way, the first one first, where a line would be longer than COLUMNS, with the
+            width that each keeps.
+    """
     lines = [tuple(headings), *[tuple(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    for column, least in cut.items():
+        beyond = sum(widths) + len(_GAP) * (len(widths) - 1) - COLUMNS
+        widths[column] = max(min(widths[column], least), widths[column] - max(0, beyond))
+    lines = [tuple(map(shortened, line, widths)) for line in lines]
     return "\n".join(
-        "  ".join(
+        _GAP.join(
             cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
             for column, cell in enumerate(line)
         ).rstrip()
         for line in lines
     )
+
+
+def shortened(text: str, width: int) -> str:
+    """The text, or its beginning and an ellipsis where it is too long."""
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def status_text(cycle: Cycle) -> str:
@@ -79,34 +105,48 @@ def wrapped(line: str, *, indent: str = "  ") -> str:
 
 
 def _gpus(states: Sequence[GpuState]) -> str:
+    cards = [_gpu_cells(state) for state in states]
+    used = sum(max(map(len, column)) + len(_GAP) for column in zip(_GPU_HEADINGS, *cards, strict=True))
     rows = []
-    for state in states:
-        memory = state.gpu.memory
-        rows.append(
-            (
-                state.gpu.index,
-                state.gpu.name.removeprefix("NVIDIA "),
-                bytes_text(memory.total) if memory else "?",
-                bytes_text(memory.free) if memory else "?",
-                _owners(state),
-            )
-        )
-    return table(("GPU", "NAME", "TOTAL", "FREE", "HELD BY"), rows, right=frozenset({2, 3}))
+    for state, cells in zip(states, cards, strict=True):
+        first, *further = _owner_lines(state, max(_LEAST_OWNERS, COLUMNS - used))
+        rows.append((*cells, first))
+        rows.extend(("", "", "", "", line) for line in further)
+    return table((*_GPU_HEADINGS, "HELD BY"), rows, right=frozenset({2, 3}))
 
 
-def _owners(state: GpuState) -> str:
-    held = sorted(state.held().items(), key=lambda item: -item[1])
-    return ", ".join(
-        f"{server or owner} {bytes_text(size)}"
-        for (owner, server), size in held
-        if size or owner is Owner.SERVER
+def _gpu_cells(state: GpuState) -> tuple[str, ...]:
+    memory = state.gpu.memory
+    return (
+        state.gpu.index,
+        shortened(state.gpu.name.removeprefix("NVIDIA "), _MOST_NAME),
+        bytes_text(memory.total) if memory else "?",
+        bytes_text(memory.free) if memory else "?",
     )
+
+
+def _owner_lines(state: GpuState, width: int) -> list[str]:
+    """Owners and what each holds, largest first, in lines of that width at most."""
+    lines = [""]
+    for (owner, server), held in sorted(state.held().items(), key=lambda item: -item[1]):
+        if not held and owner is not Owner.SERVER:
+            continue
+        size = bytes_text(held)
+        share = f"{shortened(server or owner, max(_LEAST_OWNER, width - len(size) - 2))} {size}"
+        if not lines[-1]:
+            lines[-1] = share
+        elif len(lines[-1]) + len(share) + 3 <= width:
+            lines[-1] += f", {share}"
+        else:
+            lines[-1] += ","
+            lines.append(share)
+    return lines
 
 
 def _servers(servers: Sequence[ServerState], cycle: Cycle) -> str:
     rows = [_server_row(server, cycle.forecasts.restart[server.name]) for server in servers]
     headings = ("SERVER", "GPU", "USED", "ROOM NOW", "LENGTH", "RESTART", "LONGEST", "MARGIN")
-    return table(headings, rows, right=frozenset({2, 3, 4, 6, 7}))
+    return table(headings, rows, right=frozenset({2, 3, 4, 6, 7}), cut={0: _LEAST_OWNER, 1: 5})
 
 
 def _server_row(server: ServerState, restart: RestartForecast) -> tuple[str, ...]:
@@ -123,7 +163,7 @@ def _server_row(server: ServerState, restart: RestartForecast) -> tuple[str, ...
     )
     return (
         server.name,
-        ",".join(server.gpus) or "?",
+        _ranges(server.gpus) or "?",
         f"{max(usages):.0%}" if usages else "?",
         f"{sum(free)} tok" if free else "?",
         str(server.max_model_len or "?"),
@@ -131,6 +171,17 @@ def _server_row(server: ServerState, restart: RestartForecast) -> tuple[str, ...
         str(verdict.longest_length) if verdict and verdict.longest_length is not None else "?",
         bytes_text(min(margins)) if margins else "?",
     )
+
+
+def _ranges(gpus: Sequence[str]) -> str:
+    """Indices with three or more in a row drawn together: ``0-3,6``; MIG instances stay as they are."""
+    runs: list[list[str]] = []
+    for gpu in gpus:
+        if runs and gpu.isdecimal() and runs[-1][-1].isdecimal() and int(gpu) == int(runs[-1][-1]) + 1:
+            runs[-1].append(gpu)
+        else:
+            runs.append([gpu])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(run) for run in runs)
 
 
 def _explanation(restart: RestartForecast) -> Iterator[str]:
@@ -170,7 +221,8 @@ def _plan_lines(cycle: Cycle, server: str) -> Iterator[str]:
 def _outlook_lines(cycle: Cycle, name: str) -> Iterator[str]:
     forecasts, now = cycle.forecasts, cycle.snapshot.time
     outlook = forecasts.outlook[name]
-    if outlook.margin is not None and outlook.margin.zero_at > now:
+    failing = forecasts.restart[name].feasible is False
+    if outlook.margin is not None and outlook.margin.zero_at > now and not failing:
         fall = bytes_text(int(-outlook.margin.slope * 3600))
         yield f"trend: infeasible in {duration_text(outlook.margin.zero_at - now)} ({fall} less per hour)"
     for engine, full_at in outlook.kv_full_at.items():
