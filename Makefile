@@ -37,6 +37,11 @@ unit: $(developed) ## the tests without the linters
 	@tools/install_system.sh
 	@$(bin)/pytest -n auto --dist loadgroup $(PYTEST_ARGS)
 
+FUZZ_SECONDS ?= 20
+.PHONY: fuzz
+fuzz: $(developed) ## let a fuzzer loose on all that strangers may send, FUZZ_SECONDS for each way in
+	@$(bin)/python -m tests.fuzz.run --seconds $(FUZZ_SECONDS)
+
 # One real server at a time: each takes a core and 2 GB.
 .PHONY: e2e
 e2e: $(developed) ## the tests against a real vLLM server, which the first run installs (2.5 GB)

@@ -29,7 +29,6 @@ from kvwatch.logs import log_crash, log_event
 from kvwatch.monitor import Monitor
 from kvwatch.observe.records import Failure
 from kvwatch.sdnotify import Notifier
-from kvwatch.yamlfile import ConfigError
 
 STOP_SECONDS = 0.5
 """How long the end waits for a cycle under way."""
@@ -53,6 +52,9 @@ class Daemon:
         textfile: where the page is also written, for node_exporter's textfile collector.
         speed: how many times faster than real time cycles follow each other (demo).
         on_cycle: called with each finished cycle, after it was published.
+
+    Attributes:
+        crashed: `run` came to its end by an error, not by `stop`.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Daemon:
         # Its put() may be called while the same thread is inside get(), as a signal handler does.
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._wake = threading.Event()
+        self.crashed = False
         self._stopping = False
         self._reloading = False
         self._finished: float | None = None
@@ -136,6 +139,14 @@ class Daemon:
         return finished is not None and time.monotonic() - finished < lifetime(self._monitor.config.poll)
 
     def _work(self, publish: Callable[[Content], None]) -> None:
+        try:
+            self._run_cycles(publish)
+        except Exception:  # noqa: BLE001 - a daemon whose cycles have ended must end too
+            log_crash("cycles_ended")
+            self.crashed = True
+            self.stop()
+
+    def _run_cycles(self, publish: Callable[[Content], None]) -> None:
         due = time.monotonic()
         while not self._stopping:
             self._reload_if_asked()
@@ -191,7 +202,7 @@ class Daemon:
         before = self._monitor.config
         try:
             config = self._adjust(load(path))
-        except ConfigError as error:
+        except Exception as error:  # noqa: BLE001 - what is in a file must not end the daemon
             log_event(logging.ERROR, "reload_refused", detail=error)
             self._monitor.reconfigure(None)
             return

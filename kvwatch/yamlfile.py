@@ -14,6 +14,17 @@ from kvwatch.blockmath.flags import Flags
 
 T = TypeVar("T")
 
+_BAD_VALUES = (
+    yaml.YAMLError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
+"""What PyYAML lets through from the conversion of a value: ``!!int ""``, a date of the year 0, ``&a [*a]``."""
+
 
 class ConfigError(ValueError):
     """The configuration cannot be used. The text starts with ``file:line: field:``."""
@@ -44,6 +55,8 @@ def parse_yaml(text: str, path: Path) -> Section | None:
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not YAML"
         raise ConfigError(f"{path}{line}: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
     return None if root is None else Section(root, path, "")
 
 
@@ -58,6 +71,8 @@ class Section:
         self._node = node
         self._values: dict[str, yaml.Node] = {}
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise self._error(key, name, "expected plain keys (key: value)")
             text = str(key.value)
             if text in self._values:
                 raise self._error(key, self._field(text), "given twice")
@@ -173,9 +188,16 @@ class Section:
 
 
 def _plain(node: yaml.Node) -> object:
+    """The value of a node.
+
+    Raises:
+        ValueError: YAML has no such value.
+    """
     constructor = yaml.SafeLoader("")
     try:
         return constructor.construct_object(node, deep=True)
+    except _BAD_VALUES as error:
+        raise ValueError(getattr(error, "problem", None) or "not a value") from None
     finally:
         constructor.dispose()
 

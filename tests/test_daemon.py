@@ -11,6 +11,7 @@ import pytest
 
 from kvwatch.config import Config, Poll, load
 from kvwatch.daemon import Daemon
+from kvwatch.export.cycle import Cycle
 from kvwatch.export.server import Content
 from kvwatch.forecast.bundle import Forecasts
 from kvwatch.monitor import Monitor
@@ -189,6 +190,16 @@ def test_a_cycle_that_ends_in_an_error_publishes_nothing_of_the_last_one(
         assert b'source="cycle",' not in run.wait_for("kvwatch_server_up")
     assert len(events(caplog, "source_failed")) == 1
     assert "ZeroDivisionError: a bug" in caplog.text
+
+
+def test_a_daemon_whose_cycles_cannot_go_on_ends(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_cycle: Cycle) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with Run(FakeSources(), on_cycle=broken) as run:
+        run.join()
+        assert run.daemon.crashed
+    assert len(events(caplog, "cycles_ended")) == 1
 
 
 class WedgedSources(FakeSources):

@@ -29,6 +29,8 @@ from kvwatch.monitor import Monitor
 from kvwatch.privileges import DAC_OVERRIDE, NEEDED, drop_privileges, is_root
 from kvwatch.sdnotify import Notifier
 
+EXIT_CRASHED = 1
+
 
 def add_parser(commands: Any) -> None:
     """The command's arguments."""
@@ -141,7 +143,7 @@ def serve(
         daemon.run(server.publish)
     finally:
         server.close()
-    return 0
+    return EXIT_CRASHED if daemon.crashed else 0
 
 
 def _drop_privileges(keep: Collection[int]) -> None:
