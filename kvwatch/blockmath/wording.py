@@ -27,8 +27,8 @@ def free_memory(
     """Less memory is free than the budget asks for."""
     name = f" {device}" if release.free_memory_names_device else ""
     return (
-        f"Free memory on device{name} ({_gib(free, release)}/{_gib(total, release)} GiB) on startup "
-        f"is less than desired GPU memory utilization ({utilization}, {_gib(requested, release)} GiB). "
+        f"Free memory on device{name} ({rounded_gib(free)}/{rounded_gib(total)} GiB) on startup "
+        f"is less than desired GPU memory utilization ({utilization}, {rounded_gib(requested)} GiB). "
         "Decrease GPU memory utilization or reduce GPU memory used by other processes."
     )
 
