@@ -238,9 +238,22 @@ def test_pending_changes_and_their_verdict() -> None:
         }
 
     text = changed(pend)
+    assert "From an estimate." not in text
     assert "With the changes that are pending: Unknown (model_changed): another model" in text
     assert "max_model_len not given 65536" in text
     assert "Read from /etc/systemd/system/vllm.service." in text
+
+
+def test_a_pending_change_that_would_fail_has_remedies() -> None:
+    def pend(server: Document) -> None:
+        change = {"setting": "max_num_seqs", "running": "8", "next": "1024"}
+        failed = {**failing()["servers"][0]["restart"], "basis": "modelled"}
+        server["pending"] = {**failed, "source": None, "files": [], "changes": [change]}
+
+    text = changed(pend)
+    assert "With the changes that are pending: Free memory on the card, GPU 0: 2.15 GiB missing" in text
+    assert "Would not start From an estimate. Free memory" in text
+    assert "Any one of these makes it start" in text
 
 
 def test_sleepers_sharers_and_lengths() -> None:

@@ -213,14 +213,16 @@ def _holders(gpu: Record, name: str, shades: Mapping[str, str], now: float) -> M
 def _holder(holder: Record, shades: Mapping[str, str], now: float) -> Markup:
     process: Any = holder["process"] or UNKNOWN
     who = " · ".join(text for text in (holder["user"], holder["workload"]) if text)
+    reason = tag("span", holder["reason"], class_="reason") if holder["reason"] else None
     age = UNKNOWN if holder["started"] is None else duration_text(max(0.0, now - holder["started"]))
-    owner = holder["server"] or holder["owner"]
+    origin = f" of {holder['former_server']}" if holder["former_server"] else ""
+    owner = holder["server"] or f"{holder['owner']}{origin}"
     kind = shades.get(holder["server"], holder["owner"])
     return tag(
         "tr",
         tag("th", process, tag("span", f" {holder['pid']}", class_="soft"), scope="row"),
         tag("td", tag("span", owner, class_=f"owner {kind}")),
-        tag("td", who or UNKNOWN),
+        tag("td", who or UNKNOWN, reason),
         tag("td", age, class_="number"),
         tag("td", figure(holder, "bytes"), class_="number"),
         data_pid=holder["pid"],

@@ -14,6 +14,7 @@ from kvwatch.export.statuspage.words import (
     count_text,
     figure,
     flag_text,
+    length_text,
     plural,
     share_text,
     signed_text,
@@ -46,11 +47,12 @@ def _overview(servers: Sequence[Record]) -> Markup:
             tag("td", pill(server["restart"], server["up"])),
             tag("td", ", ".join(server["gpus"]) or UNKNOWN),
             tag("td", figure(server, "max_model_len", count_text), class_="number"),
-            tag("td", figure(server["restart"], "max_model_len", count_text), class_="number"),
+            tag("td", figure(server["restart"], "max_model_len", length_text), class_="number"),
         )
         for number, server in enumerate(servers)
     ]
-    return table("All servers", headings, rows, kind="overview", numbers={"Length", "Longest"})
+    listed = table("All servers", headings, rows, numbers={"Length", "Longest"})
+    return tag("div", listed, class_="card overview")
 
 
 def _card(server: Record, name: str, told: Record) -> Markup:
@@ -116,8 +118,8 @@ def _figures(server: Record) -> Markup:
 
 
 def _longest(restart: Record) -> Content:
-    longest = figure(restart, "max_model_len", count_text)
-    return "none" if restart["max_model_len"] == 0 else [longest, " tokens"]
+    longest = figure(restart, "max_model_len", length_text)
+    return longest if restart["max_model_len"] == 0 else [longest, " tokens"]
 
 
 def _usage(engines: Sequence[Record]) -> tuple[Content, Content]:
@@ -160,10 +162,10 @@ def _trouble(restart: Record) -> Markup | None:
     )
 
 
-def _remedies(restart: Record) -> Markup | None:
-    if restart["feasible"] is not False:
+def _remedies(verdict: Record) -> Markup | None:
+    if verdict["feasible"] is not False:
         return None
-    remedies = restart["remedies"]
+    remedies = verdict["remedies"]
     none = "None by flags alone: more or larger GPUs, or quantized weights."
     return tag(
         "div",
@@ -222,8 +224,8 @@ def _plans(plans: Sequence[Record]) -> Markup | None:
             "tr",
             tag("th", plan["plan"], scope="row"),
             tag("td", _typed(flag_text(plan["changes"]))),
-            tag("td", pill(plan), tag("span", reason_words(plan), class_="soft")),
-            tag("td", figure(plan, "max_model_len", count_text), class_="number"),
+            tag("td", pill(plan), tag("span", " ", _basis_words(plan), reason_words(plan), class_="soft")),
+            tag("td", figure(plan, "max_model_len", length_text), class_="number"),
         )
         for plan in plans
     ]
@@ -248,11 +250,16 @@ def _pending(pending: Record | None) -> Markup | None:
     return tag(
         "div",
         _table("Pending: what the next start is told otherwise", ("Setting", "Running", "Next"), rows),
-        tag("p", pill(pending), " ", reason_words(pending)),
+        tag("p", pill(pending), " ", _basis_words(pending), reason_words(pending)),
         tag("blockquote", pending["message"]) if pending["message"] else None,
+        _remedies(pending),
         tag("p", files, class_="soft") if files else None,
         class_="pending",
     )
+
+
+def _basis_words(verdict: Record) -> str | None:
+    return "From an estimate. " if verdict["basis"] == "modelled" else None
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Markup]) -> Markup:

@@ -102,6 +102,8 @@ def _names(names: Sequence[str], servers: Sequence[Record]) -> str:
 def _concerns(told: Record) -> Markup | None:
     servers = told["servers"]
     lines: list[Content] = []
+    if len(servers) == 1:
+        lines.extend(_spare(servers[0]["restart"]))
     for server in servers:
         name = [tag("b", server["server"]), ": "] if len(servers) > 1 else None
         lines.extend([name, line] for line in _server_concerns(server, told["time"]))
@@ -111,13 +113,17 @@ def _concerns(told: Record) -> Markup | None:
     return tag("ul", [tag("li", line) for line in lines]) if lines else None
 
 
+def _spare(restart: Record) -> Iterator[Content]:
+    tightest = tightest_check(restart["checks"])
+    if restart["feasible"] and tightest is not None:
+        spare = figure(tightest, "margin_bytes")
+        yield [spare, f" to spare at the tightest check: {check_words(tightest)}"]
+
+
 def _server_concerns(server: Record, now: float) -> Iterator[Content]:
     """What an operator would want to know first, one line each."""
     if reason := reason_words(server["restart"]):
         yield reason
-    elif (tightest := tightest_check(server["restart"]["checks"])) is not None:
-        spare = figure(tightest, "margin_bytes")
-        yield [spare, f" to spare at the tightest check: {check_words(tightest)}"]
     yield from outlook_lines(server, now)
     pending = server["pending"]
     if pending is not None and (reason := reason_words(pending)):

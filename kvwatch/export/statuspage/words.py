@@ -27,6 +27,11 @@ def count_text(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def length_text(tokens: int) -> str:
+    """A length that would start; none would where it is 0."""
+    return count_text(tokens) if tokens else "none"
+
+
 def share_text(share: float) -> str:
     """A share of one as a percentage."""
     return f"{share:.0%}"
