@@ -55,9 +55,9 @@ class Ledger:
         """Bytes that processes held on a card which ended after `since` and are listed there no more."""
         named = set(listed)
         return sum(
-            entry.held.get(card, 0)
+            entry.held[card]
             for who, entry in self.holders.items()
-            if who[0] not in named and entry.alive >= since and not lineage.alive(who)
+            if card in entry.held and who[0] not in named and entry.alive >= since and not lineage.alive(who)
         )
 
     def turned(

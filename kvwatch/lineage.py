@@ -20,10 +20,8 @@ Identity = tuple[int, float]
 DEAD_STATES = frozenset("ZX")
 
 # The kernel cuts a name that only it can tell (hidepid) at 15 characters: "VLLM::EngineCor".
-_TITLE = re.compile(
-    r"[\w.-]*(?:::(?:EngineCore?|DPEngineCore|Worker|APIServer|DPCoordinator)|VllmWorker)(?:[_-].*)?"
-)
-_RAY_WORKER = re.compile(r"ray::RayWorker(?:Wrapper|Proc)\b.*")
+_TITLE = re.compile(r"[\w.-]*::(?:EngineCore?|DPEngineCore|Worker|APIServer|DPCoordinator)(?:[_-].*)?")
+_RAY_WORKERS = ("ray::RayWorkerWrapper", "ray::RayWorkerProc")
 _TORCH_THREAD = "pt_main_thread"
 """What PyTorch renames the main thread to: the name of a program without a script of its own."""
 _RAYLET = "raylet"
@@ -66,12 +64,12 @@ def is_dead(process: Process) -> bool:
 
 def is_vllm_title(name: str) -> bool:
     """Whether a process title is one that vLLM gives its children (``VLLM::EngineCore``, any prefix)."""
-    return _TITLE.fullmatch(name) is not None
+    return "::" in name and _TITLE.fullmatch(name) is not None
 
 
 def is_ray_worker(process: Process) -> bool:
     """Whether it is one of vLLM's Ray actors that go by Ray's own title."""
-    return _RAY_WORKER.fullmatch(process.name) is not None
+    return process.name.startswith(_RAY_WORKERS)
 
 
 def is_ray(process: Process) -> bool:
@@ -122,6 +120,7 @@ class Lineage:
     def __init__(self, record: ProcessRecord | Failure) -> None:
         self.known = not isinstance(record, Failure)
         self._processes: Mapping[int, Process] = {} if isinstance(record, Failure) else record.processes
+        self._starters: dict[int, bool] = {}
         self._all_visible = isinstance(record, ProcessRecord) and not any(
             failure.reason == "hidden" for failure in record.failures
         )
@@ -147,7 +146,7 @@ class Lineage:
             parent = self._processes.get(process.ppid)
             if parent is None or parent.pid in seen:
                 return Descent(process, None, self._starter_is_gone(process))
-            if is_dead(parent) or not _may_have_started(parent, process):
+            if is_dead(parent) or not self._may_have_started(parent, process):
                 return Descent(process, parent, abandoned=True)
             if not (is_vllm_title(parent.name) or is_spawned(parent)):
                 return Descent(process, parent, abandoned=False)
@@ -157,6 +156,16 @@ class Lineage:
     def _starter_is_gone(self, process: Process) -> bool:
         """Without a visible parent: pid 0 is outside of this PID namespace, pid 1 took an orphan over."""
         return process.ppid == 1 or (process.ppid > 1 and self._all_visible)
+
+    def _may_have_started(self, parent: Process, child: Process) -> bool:
+        """Whether a parent can be the one that started the child, rather than the one that took it over."""
+        if parent.start_time > child.start_time:
+            return False
+        if None not in (parent.session, child.session) and child.session not in (child.pid, parent.session):
+            return False
+        if parent.pid not in self._starters:
+            self._starters[parent.pid] = _starts_python(parent) is not False
+        return self._starters[parent.pid]
 
     def session_mates(self, process: Process) -> tuple[Process, ...]:
         """The others of a session whose leader is gone; none where the leader lives."""
@@ -170,20 +179,7 @@ class Lineage:
 
     def titled(self) -> tuple[Process, ...]:
         """The processes that have a title of vLLM's."""
-        return tuple(
-            process
-            for process in self._processes.values()
-            if "::" in process.name and is_vllm_title(process.name)
-        )
-
-
-def _may_have_started(parent: Process, child: Process) -> bool:
-    """Whether a parent can be the one that started the child, rather than the one that took it over."""
-    if parent.start_time > child.start_time:
-        return False
-    if None not in (parent.session, child.session) and child.session not in (child.pid, parent.session):
-        return False
-    return _starts_python(parent) is not False
+        return tuple(process for process in self._processes.values() if is_vllm_title(process.name))
 
 
 def _starts_python(parent: Process) -> bool | None:

@@ -60,6 +60,7 @@ class GpuState:
         visibility: share of the named pids that could be resolved, None where no list could be read.
         inconsistent: the processes' sum exceeds what the card says is used.
         released: bytes on their way back that no list names any more.
+        servers: those of which a process is named here.
     """
 
     gpu: Gpu
@@ -68,6 +69,7 @@ class GpuState:
     visibility: float | None
     inconsistent: bool
     released: int = 0
+    servers: frozenset[str] = frozenset()
 
     @property
     def coming_back(self) -> int:
@@ -253,6 +255,7 @@ def _gpu_state(gpu: Gpu, lineage: Lineage, owners: Ownerships, ledger: Ledger, s
         visibility=_visibility(gpu, holders),
         inconsistent=residue is not None and residue < 0,
         released=released,
+        servers=frozenset(holder.ownership.server for holder in holders if holder.ownership.server),
     )
 
 
@@ -345,11 +348,7 @@ def _server_gpus(server: ObservedServer, name: str, gpus: tuple[GpuState, ...]) 
     """
     if server.settings and server.settings.gpus:
         return server.settings.gpus
-    held = {
-        state.gpu.index: state.held_by_server(name) or 0
-        for state in gpus
-        if any(holder.ownership.server == name for holder in state.holders)
-    }
+    held = {state.gpu.index: state.held_by_server(name) or 0 for state in gpus if name in state.servers}
     ranks = server.launch.flags.tp * server.launch.flags.pp * server.launch.flags.dp
     largest = sorted(held, key=lambda index: -held[index])[:ranks]
     return tuple(index for index in held if index in largest)

@@ -122,8 +122,7 @@ class Ownerships:
 
     def origin(self, process: Process) -> Origin | None:
         """The server that a process belongs to, or else the one that it belonged to."""
-        name = self._server_of(process)
-        return self._origins.get(name or "") or self._former(process)
+        return self._origins.get(self.of(process.pid).server) or self._former(process)
 
     def _judge(self, pid: int) -> Ownership:
         process = self._lineage.get(pid)
