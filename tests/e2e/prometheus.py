@@ -17,7 +17,7 @@ SCRAPED_SECONDS = 60.0
 """Prometheus takes up to 5 s to notice a new target."""
 
 _CONFIG = """\
-global: {scrape_interval: 1s, scrape_timeout: 1s}
+global: {scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}
 scrape_configs:
   - job_name: kvwatch
     file_sd_configs: [{files: [targets.json], refresh_interval: 1s}]
@@ -35,12 +35,12 @@ class Result:
 class Prometheus:
     """One server, ended by leaving the `with` block. Targets come and go while it runs."""
 
-    def __init__(self, directory: Path) -> None:
-        """Start the server and wait until it is ready."""
+    def __init__(self, directory: Path, *, alerting: str = "") -> None:
+        """Start the server and wait until it is ready; ``alerting`` is further configuration."""
         self._targets = directory / "targets.json"
         self._targets.write_text("[]")
         config = directory / "prometheus.yml"
-        config.write_text(_CONFIG)
+        config.write_text(_CONFIG + alerting)
         self._log = directory / "prometheus.log"
         port = free_port()
         self._url = f"http://127.0.0.1:{port}"

@@ -42,7 +42,7 @@ _POOL_LINE = re.compile(
     r"Maximum concurrency for (?P<request>[\d,]+) tokens per request: (?P<concurrency>[\d.]+)x"
 )
 _CAUSE = re.compile(
-    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] )?\s*((?:[\w.]+Error|Exception): .+|Value error, .+)$",
+    r"^(?:\([\w-]+ pid=\d+\) )?(?:ERROR [^\]]*\] )?\s*((?:[\w.]+Error|Exception): .+|Value error, .+)$",
     re.MULTILINE,
 )
 
@@ -83,18 +83,25 @@ class VllmServer:
     """One `vllm serve` process tree in a session of its own, ended by leaving the `with` block."""
 
     def __init__(
-        self, venv: Path, model: Path, directory: Path, flags: Sequence[str] = (), *, port: int | None = None
+        self,
+        venv: Path,
+        model: Path,
+        directory: Path,
+        flags: Sequence[str] = (),
+        *,
+        port: int | None = None,
+        base: Sequence[str] = BASE_FLAGS,
     ) -> None:
         """Start the server without waiting for it. Its log goes to a file in ``directory``.
 
         Args:
-            flags: on top of BASE_FLAGS; of a flag given twice the last one counts.
+            flags: on top of ``base``; of a flag given twice the last one counts.
             port: that of a server which it takes the place of; a free one without it.
         """
         self.port = port or free_port()
         self.name = f"tiny-{self.port}"
         self.model = model
-        self.flags = ("--served-model-name", self.name, *BASE_FLAGS, *flags)
+        self.flags = ("--served-model-name", self.name, *base, *flags)
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.log = Path(tempfile.mkstemp(".log", f"vllm-{self.port}-", directory)[1])
         with self.log.open("wb") as log:
