@@ -9,6 +9,7 @@ bin := $(venv)/bin
 pip := $(bin)/python -m pip install -qq --disable-pip-version-check
 installed := $(venv)/.installed
 developed := $(venv)/.developed
+documented := $(venv)/.documented
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -48,6 +49,11 @@ e2e: $(developed) ## the tests against a real vLLM server, which the first run i
 	@tools/install_system.sh
 	@KVWATCH_VLLM_VENV="$$(tools/install_vllm.sh)" $(bin)/pytest -v -n 0 -m vllm $(PYTEST_ARGS)
 
+.PHONY: docs
+docs: $(documented) ## the documentation as a site, in .cache/site; a link that leads nowhere is an error
+	@$(bin)/python -m tools.build_docs --check
+	@NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --quiet --strict
+
 .PHONY: clean
 clean: ## remove what the targets made in this checkout
 	@rm -rf $(venv) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
@@ -61,4 +67,8 @@ $(installed): pyproject.toml
 
 $(developed): $(installed)
 	@$(pip) --group dev --group deploy
+	@touch $@
+
+$(documented): $(developed)
+	@$(pip) --group docs
 	@touch $@

@@ -1,0 +1,177 @@
+"""Writes docs/reference out of the code: metrics, command line, configuration, runbooks.
+
+python -m tools.build_docs            # write
+python -m tools.build_docs --check    # exit code 1 where a page differs from what would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from kvwatch.cli.main import COMMANDS, parser
+from kvwatch.export.catalogue import FAMILIES, Family
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+RUNBOOKS = ROOT / "docs" / "runbooks"
+NOTE = "<!-- Written by `python -m tools.build_docs`. -->"
+
+_METRICS = """\
+Every family that kvwatch publishes, in the page's order. A value that could not be read is absent; it is
+never 0 and never an old one. `gpu` is NVML's index, `0:1` for a MIG instance. Names and labels are a public
+interface: they change with a major version only.
+"""
+_RUNBOOKS = """\
+One page per alert: what it means, what it costs, how to look closer, what to do.
+"""
+_CLI = """\
+`kvwatch COMMAND --help` says the same on the terminal.
+"""
+_CONFIGURATION = """\
+There is nothing that must be configured. The file is looked for as `kvwatch.yaml` in the working directory,
+then as `/etc/kvwatch/kvwatch.yaml`; `--config` names another. A running daemon reads it again when it changes
+and on SIGHUP, and keeps the old one where the new one has an error. `kvwatch check-config FILE` names the
+line and the field of an error.
+
+This is the whole of it, with every default:
+"""
+_PLAIN_GROUPS = ("positional arguments", "options")
+
+
+def metrics_page() -> str:
+    """The catalogue as a table."""
+    rows = [_metric_row(family) for family in FAMILIES]
+    head = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    return "\n".join([NOTE, "", "# Metrics", "", _METRICS, *head, *rows, ""])
+
+
+def _metric_row(family: Family) -> str:
+    labels = " ".join(f"`{label}`" for label in family.labels)
+    return f"| `{family.name}` | {family.kind} | {labels} | {_cell(family.help)} |"
+
+
+def cli_page() -> str:
+    """Every command with its arguments."""
+    parts = [NOTE, "", "# Command line", "", _CLI]
+    for name in COMMANDS:
+        parts.extend(_command(_parser_of(name), name))
+    return "\n".join(parts)
+
+
+def _parser_of(name: str) -> argparse.ArgumentParser:
+    """One command's own parser, which argparse keeps among the choices of the top one."""
+    for action in parser(name)._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found: argparse.ArgumentParser = action.choices[name]
+            return found
+    raise LookupError(name)
+
+
+def _command(command: argparse.ArgumentParser, name: str) -> Iterator[str]:
+    yield f"## kvwatch {name}\n"
+    yield f"{' '.join((command.description or '').split())}\n"
+    yield from _table("argument", [one for one in _groups(command) if one.title in _PLAIN_GROUPS])
+    for group in _groups(command):
+        if group.title not in _PLAIN_GROUPS:
+            yield from _table(group.title or "argument", [group])
+    if command.epilog:
+        yield f"{' '.join(command.epilog.split())}\n"
+
+
+def _groups(command: argparse.ArgumentParser) -> list[argparse._ArgumentGroup]:
+    return command._action_groups
+
+
+def _table(title: str, groups: Iterable[argparse._ArgumentGroup]) -> Iterator[str]:
+    actions = [
+        action
+        for group in groups
+        for action in group._group_actions
+        if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction)
+    ]
+    if actions:
+        yield f"| {title} | meaning |\n|---|---|"
+        yield from (_argument_row(action) for action in actions)
+        yield ""
+
+
+def _argument_row(action: argparse.Action) -> str:
+    names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+    value = _value(action) if action.option_strings and action.nargs != 0 else ""
+    values = {**vars(action), "prog": "kvwatch"}
+    meaning = (action.help or "") % values if action.help else ""
+    return f"| `{_cell(names + value)}` | {_cell(meaning)} |"
+
+
+def _value(action: argparse.Action) -> str:
+    if action.choices is not None:
+        return " " + "{" + ",".join(map(str, action.choices)) + "}"
+    metavar = action.metavar or action.dest.upper()
+    text = metavar if isinstance(metavar, str) else " ".join(metavar)
+    return f" [{text}]" if action.nargs == "?" else f" {text}"
+
+
+def configuration_page() -> str:
+    """The annotated default file."""
+    text = (ROOT / "kvwatch.yaml").read_text(encoding="utf-8").rstrip()
+    return "\n".join([NOTE, "", "# Configuration", "", _CONFIGURATION, "```yaml", text, "```", ""])
+
+
+def runbooks_page() -> str:
+    """Every runbook with the first sentence of its meaning."""
+    rows = [
+        f"| [{path.stem}](../runbooks/{path.name}) | {_cell(_meaning(path))} |"
+        for path in sorted(RUNBOOKS.glob("*.md"))
+    ]
+    head = ["| alert | meaning |", "|---|---|"]
+    return "\n".join([NOTE, "", "# Runbooks", "", _RUNBOOKS, *head, *rows, ""])
+
+
+def _meaning(path: Path) -> str:
+    text = path.read_text(encoding="utf-8").split("## Meaning", 1)[1].strip()
+    first = " ".join(text.split("\n\n", 1)[0].split())
+    return re.split(r"(?<=[.:]) ", first, maxsplit=1)[0].rstrip(":.") + "."
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "metrics.md": metrics_page,
+    "command-line.md": cli_page,
+    "configuration.md": configuration_page,
+    "runbooks.md": runbooks_page,
+}
+
+
+def stale() -> list[str]:
+    """Names of the pages that differ from what would be written."""
+    return [name for name, build in PAGES.items() if _read(REFERENCE / name) != build()]
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def main() -> int:
+    """Write the pages, or say which are not up to date."""
+    options = argparse.ArgumentParser(description="Writes docs/reference out of the code.")
+    options.add_argument("--check", action="store_true", help="write nothing, name the old pages")
+    if options.parse_args().check:
+        old = stale()
+        for name in old:
+            print(f"docs/reference/{name} is not up to date: python -m tools.build_docs", file=sys.stderr)
+        return 1 if old else 0
+    REFERENCE.mkdir(exist_ok=True)
+    for name, build in PAGES.items():
+        (REFERENCE / name).write_text(build(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
