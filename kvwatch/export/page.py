@@ -6,13 +6,12 @@ import platform
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import generate_latest as generate_text
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
 from kvwatch import __version__
 from kvwatch.blockmath.startup import CHECKS
 from kvwatch.export.catalogue import BY_NAME, FAMILIES
 from kvwatch.export.cycle import Cycle, SelfState
+from kvwatch.export.exposition import openmetrics_format, text_format
 from kvwatch.forecast.bundle import Forecasts
 from kvwatch.forecast.pending import PendingForecast
 from kvwatch.forecast.plans import PlanForecast
@@ -57,12 +56,11 @@ class Page:
 
     def text(self) -> bytes:
         """Prometheus text format 0.0.4."""
-        return generate_text(self)
+        return text_format(self.collect())
 
     def openmetrics(self) -> bytes:
         """OpenMetrics 1.0.0."""
-        page: bytes = generate_openmetrics(self)  # type: ignore[no-untyped-call]
-        return page
+        return openmetrics_format(self.collect())
 
 
 def build_page(cycle: Cycle, *, top: int) -> Page:
