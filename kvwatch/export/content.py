@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvwatch.config import Config, Poll
 from kvwatch.export.cycle import Cycle
 from kvwatch.export.document import document, encode
 from kvwatch.export.page import build_page
 from kvwatch.export.server import Content
-from kvwatch.export.statuspage import status_page
+from kvwatch.export.statuspage import apology, status_page
+from kvwatch.logs import log_crash
 
 
 def render(cycle: Cycle, config: Config) -> Content:
@@ -19,8 +22,16 @@ def render(cycle: Cycle, config: Config) -> Content:
         metrics=page.text(),
         openmetrics=page.openmetrics(),
         snapshot=encode(told).encode(),
-        status=status_page(told),
+        status=_status(told),
     )
+
+
+def _status(told: dict[str, Any]) -> bytes:
+    try:
+        return status_page(told)
+    except Exception:  # noqa: BLE001 - a mistake in the page for people must not cost Prometheus its own
+        log_crash("status_page_failed")
+        return apology()
 
 
 def lifetime(poll: Poll) -> float:

@@ -10,6 +10,7 @@ import pytest
 
 from kvwatch.blockmath.flags import Flags
 from kvwatch.config import GIB, Config, Plan
+from kvwatch.export.content import render
 from kvwatch.export.document import document
 from kvwatch.export.statuspage import status_page
 from kvwatch.export.statuspage.markup import join, tag
@@ -173,6 +174,16 @@ def test_names_cannot_break_out() -> None:
     assert [name for name, _ in page.tags] == [name for name, _ in plain.tags]
     assert "<script>alert(1)</script>" in page.text
     assert "\x00" not in page.text
+
+
+def test_a_mistake_in_the_page_costs_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvwatch.export.content.status_page", {}.__getitem__)
+    content = render(cycle(FAILING), Config())
+    assert b"kvwatch_restart_feasible" in content.metrics
+    assert "The status page could not be made" in Outline(content.status).text
+    assert "status_page_failed" in caplog.text
 
 
 def test_a_node_without_servers_or_nvml() -> None:

@@ -26,8 +26,18 @@ _ICON_COLOURS = {"ok": "#1f8a54", "fail": "#d0362c", "unsure": "#b77900"}
 def status_page(told: Mapping[str, Any]) -> bytes:
     """The page of one document."""
     tone, headline = _headline(told["servers"])
-    head = _head(f"{headline} · kvwatch", tone)
     body = tag("body", _body(told, tone, headline), data_seconds=REFRESH_SECONDS)
+    return _whole(_head(f"{headline} · kvwatch", tone), body)
+
+
+def apology() -> bytes:
+    """A page for a cycle whose status page could not be made."""
+    text = "The status page could not be made; the log says why. The rest is published all the same."
+    body = tag("body", tag("main", tag("h1", "kvwatch"), tag("p", text), _links()))
+    return _whole(_head("kvwatch", "unsure"), body)
+
+
+def _whole(head: Markup, body: Markup) -> bytes:
     return join(Markup("<!doctype html>\n"), tag("html", head, body, lang="en")).encode()
 
 
@@ -70,16 +80,14 @@ def _body(told: Record, tone: str, headline: str) -> Iterator[Content]:
         _sources(told),
         id="main",
     )
-    yield tag(
-        "footer",
-        tag(
-            "nav",
-            tag("a", "Metrics", href="/metrics"),
-            tag("a", "This page as JSON", href="/api/v1/snapshot"),
-            aria_label="Other forms of this page",
-        ),
-    )
+    yield tag("footer", _links())
     yield tag("script", _asset("status.js"))
+
+
+def _links() -> Markup:
+    metrics = tag("a", "Metrics", href="/metrics")
+    snapshot = tag("a", "This page as JSON", href="/api/v1/snapshot")
+    return tag("nav", metrics, snapshot, aria_label="Other forms of this page")
 
 
 def _headline(servers: Sequence[Record]) -> tuple[str, str]:

@@ -105,7 +105,7 @@ def _cache(checks: Mapping[str, Record], restart: Record, site: Record) -> Itera
     yield Step("sum", "Left for the KV cache", figure(site, "kv_bytes"), 0, cache)
     if "kv_memory" in checks and checks["kv_memory"]["passed"] is not True:
         yield _check(checks["kv_memory"], 0)
-    if site["need_bytes"] is not None:
+    if site["need_bytes"] is not None and "one_request" in checks:
         length = restart["flags"].get("max_model_len")
         tokens = f" of {count_text(length)} tokens" if isinstance(length, int) and length > 0 else ""
         yield Step("sum", f"One request{tokens} needs", figure(site, "need_bytes"), 0, site["need_bytes"])
