@@ -34,6 +34,9 @@ FAILURE_KINDS: Final = {
 }
 """The kind of log line that a failed check leaves."""
 
+_IN_RANK_ORDER: Final = frozenset({"kv_memory", "one_request"})
+_PLENTY: Final = 1 << 62
+
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
@@ -147,7 +150,7 @@ def judge(pool: Pool, flags: Flags, ranks: Sequence[RankMemory], *, release: Rel
         blocking=blocking,
         checks=checks,
         longest_length=judged.longest_length(checks),
-        message=judged.message(blocking) if blocking else None,
+        message=judged.message(_reported(checks, blocking)) if blocking else None,
         unknown_reason=judged.unknown_reason(unknown[0]) if unknown and not blocking else None,
     )
 
@@ -158,6 +161,13 @@ def _blocking(checks: Iterable[CheckResult]) -> CheckResult | None:
         return None
     first = [result for result in failed if result.check == failed[0].check]
     return min(first, key=lambda result: result.margin_bytes or 0)
+
+
+def _reported(checks: Iterable[CheckResult], blocking: CheckResult) -> CheckResult:
+    """The failure that vLLM words: its planner goes from worker to worker and stops where one fails."""
+    if blocking.check not in _IN_RANK_ORDER:
+        return blocking
+    return next(result for result in checks if result.check == blocking.check and result.passed is False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,12 +379,16 @@ class _Judged:
             return wording.no_automatic_length()
         available = self.available_by_stage() or [0] * len(self.pool.stages)
         length = self.pool.settings.max_model_len
+        seen = available
+        if self.release.admission == "stage_groups":
+            seen = [_PLENTY] * len(available)
+            seen[rank.stage] = self.available(rank) or 0
         return wording.one_request(
             self.release,
             length=length,
             need=self.pool.need_bytes(length)[rank.stage],
             available=self.checked(rank) or 0,
-            longest=self.pool.longest_length(available),
+            longest=self.pool.longest_length(seen),
             tokens=self.pool.num_blocks(available) * self.pool.settings.block_size,
         )
 

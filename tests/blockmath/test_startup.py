@@ -218,3 +218,16 @@ def test_a_pool_without_cache_needs_none() -> None:
     result = verdict(card(), config=encoder)
     assert of(result, "kv_memory") == of(result, "one_request") == []
     assert result.feasible is True
+
+
+def test_the_first_worker_that_fails_is_worded_and_the_worst_one_is_named() -> None:
+    flags: dict[str, Any] = {"pipeline_parallel_size": 2, "max_model_len": 131072}
+    first, worst = card(non_kv_bytes=67 * GIB), card(gpu="gpu1", stage=1, non_kv_bytes=70 * GIB)
+    both = verdict(first, worst, **flags)
+    alone = verdict(first, card(gpu="gpu1", stage=1), **flags)
+    assert both.blocking is not None
+    assert (both.blocking.check, both.blocking.gpu) == ("one_request", "gpu1")
+    assert both.message == alone.message
+    assert both.longest_length is not None
+    assert alone.longest_length is not None
+    assert both.longest_length < alone.longest_length
