@@ -52,6 +52,7 @@ e2e: $(developed) ## the tests against a real vLLM server, which the first run i
 .PHONY: docs
 docs: $(documented) ## the documentation as a site, in .cache/site; a link that leads nowhere is an error
 	@$(bin)/python -m tools.build_docs --check
+	@$(bin)/python -m tools.build_shell --check
 	@NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --quiet --strict
 
 .PHONY: clean

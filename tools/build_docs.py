@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from kvwatch.cli.main import COMMANDS, parser
 from kvwatch.export.catalogue import FAMILIES, Family
+from tools.arguments import Command, commands
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -39,7 +39,6 @@ line and the field of an error.
 
 This is the whole of it, with every default:
 """
-_PLAIN_GROUPS = ("positional arguments", "options")
 
 
 def metrics_page() -> str:
@@ -57,62 +56,19 @@ def _metric_row(family: Family) -> str:
 def cli_page() -> str:
     """Every command with its arguments."""
     parts = [NOTE, "", "# Command line", "", _CLI]
-    for name in COMMANDS:
-        parts.extend(_command(_parser_of(name), name))
+    for command in commands():
+        parts.extend(_command(command))
     return "\n".join(parts)
 
 
-def _parser_of(name: str) -> argparse.ArgumentParser:
-    """One command's own parser, which argparse keeps among the choices of the top one."""
-    for action in parser(name)._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found: argparse.ArgumentParser = action.choices[name]
-            return found
-    raise LookupError(name)
-
-
-def _command(command: argparse.ArgumentParser, name: str) -> Iterator[str]:
-    yield f"## kvwatch {name}\n"
-    yield f"{' '.join((command.description or '').split())}\n"
-    yield from _table("argument", [one for one in _groups(command) if one.title in _PLAIN_GROUPS])
-    for group in _groups(command):
-        if group.title not in _PLAIN_GROUPS:
-            yield from _table(group.title or "argument", [group])
-    if command.epilog:
-        yield f"{' '.join(command.epilog.split())}\n"
-
-
-def _groups(command: argparse.ArgumentParser) -> list[argparse._ArgumentGroup]:
-    return command._action_groups
-
-
-def _table(title: str, groups: Iterable[argparse._ArgumentGroup]) -> Iterator[str]:
-    actions = [
-        action
-        for group in groups
-        for action in group._group_actions
-        if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction)
-    ]
-    if actions:
-        yield f"| {title} | meaning |\n|---|---|"
-        yield from (_argument_row(action) for action in actions)
+def _command(command: Command) -> Iterator[str]:
+    yield f"## kvwatch {command.name}\n\n{command.description}\n"
+    for title, arguments in command.groups.items():
+        yield f"| {title or 'argument'} | meaning |\n|---|---|"
+        yield from (f"| `{_cell(one.usage)}` | {_cell(one.meaning)} |" for one in arguments)
         yield ""
-
-
-def _argument_row(action: argparse.Action) -> str:
-    names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
-    value = _value(action) if action.option_strings and action.nargs != 0 else ""
-    values = {**vars(action), "prog": "kvwatch"}
-    meaning = (action.help or "") % values if action.help else ""
-    return f"| `{_cell(names + value)}` | {_cell(meaning)} |"
-
-
-def _value(action: argparse.Action) -> str:
-    if action.choices is not None:
-        return " " + "{" + ",".join(map(str, action.choices)) + "}"
-    metavar = action.metavar or action.dest.upper()
-    text = metavar if isinstance(metavar, str) else " ".join(metavar)
-    return f" [{text}]" if action.nargs == "?" else f" {text}"
+    if command.epilog:
+        yield f"{command.epilog}\n"
 
 
 def configuration_page() -> str:

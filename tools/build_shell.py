@@ -1,0 +1,155 @@
+"""Writes share/ out of the code: the man page and the completion for bash.
+
+python -m tools.build_shell            # write
+python -m tools.build_shell --check    # exit code 1 where a file differs from what would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from kvwatch.cli.main import parser
+from tools.arguments import Argument, Command, commands
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTE = "Written by `python -m tools.build_shell`."
+_EXIT = (
+    ("0", "as asked; for status: every server would start again"),
+    ("1", "something is wrong; for status: a server would not start again"),
+    ("2", "unknown, or a wrong command line or configuration"),
+)
+_FILES = (("kvwatch.yaml", "in the working directory, or"), ("/etc/kvwatch/kvwatch.yaml", "configuration"))
+
+
+def man_page() -> str:
+    """kvwatch(1)."""
+    return "\n".join(_man_lines()) + "\n"
+
+
+def _man_lines() -> Iterator[str]:
+    yield f'.\\" {NOTE}'
+    yield '.TH KVWATCH 1 "" "kvwatch" "User Commands"'
+    yield from (".SH NAME", r"kvwatch \- tells whether the vLLM servers of a node would start again")
+    yield from (".SH SYNOPSIS", r".B kvwatch", r".I COMMAND", "[arguments]")
+    yield from (".SH DESCRIPTION", _roff(parser().description or ""))
+    for command in commands():
+        yield from _man_command(command)
+    yield ".SH EXIT STATUS"
+    yield from _terms(_EXIT)
+    yield ".SH FILES"
+    yield from _terms(_FILES)
+
+
+def _man_command(command: Command) -> Iterator[str]:
+    yield f'.SH "KVWATCH {_roff(command.name.upper())}"'
+    yield _roff(command.description)
+    for title, arguments in command.groups.items():
+        if title:
+            yield f'.SS "{_roff(title)}"'
+        yield from _terms((one.usage, one.meaning) for one in arguments)
+    if command.epilog:
+        yield from (".PP", _roff(command.epilog))
+
+
+def _terms(terms: Iterator[tuple[str, str]] | tuple[tuple[str, str], ...]) -> Iterator[str]:
+    for term, meaning in terms:
+        yield from (".TP", rf"\fB{_roff(term)}\fR", _roff(meaning) or r"\&")
+
+
+def _roff(text: str) -> str:
+    """Text in which nothing is taken for a request, and a hyphen can be copied."""
+    escaped = text.replace("\\", r"\e").replace("-", r"\-").replace("\N{HORIZONTAL ELLIPSIS}", r"\|.\|.\|.")
+    return rf"\&{escaped}" if escaped.startswith((".", "'")) else escaped
+
+
+_COMPLETION = """\
+# {note}
+# shellcheck shell=bash
+
+_kvwatch() {{
+    local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD - 1]}} words=
+    COMPREPLY=()
+    if ((COMP_CWORD == 1)); then
+        words="{commands}"
+    else
+        case ${{COMP_WORDS[1]}}:$prev in
+{choices}
+        esac
+        if [[ -z $words && $cur == -* ]]; then
+            case ${{COMP_WORDS[1]}} in
+{options}
+            esac
+        fi
+    fi
+    # Nothing of ours fits: a file name may.
+    mapfile -t COMPREPLY < <(compgen -W "$words" -- "$cur")
+}}
+
+complete -o default -F _kvwatch kvwatch
+"""
+
+
+def bash_completion() -> str:
+    """Commands, their options, and the values of those that have a list."""
+    known = commands()
+    return _COMPLETION.format(
+        note=NOTE,
+        commands=" ".join(("--help", "--version", *(command.name for command in known))),
+        choices="\n".join(line for command in known for line in _choice_lines(command)),
+        options="\n".join(
+            f'                {command.name}) words="{" ".join(_options(command))}" ;;' for command in known
+        ),
+    )
+
+
+def _all(command: Command) -> list[Argument]:
+    return [one for arguments in command.groups.values() for one in arguments]
+
+
+def _options(command: Command) -> list[str]:
+    return ["--help", *(name for one in _all(command) for name in one.names if name.startswith("--"))]
+
+
+def _choice_lines(command: Command) -> Iterator[str]:
+    for one in _all(command):
+        if one.choices and one.names:
+            patterns = " | ".join(f"{command.name}:{name}" for name in one.names)
+            yield f'            {patterns}) words="{" ".join(one.choices)}" ;;'
+
+
+FILES: Mapping[str, Callable[[], str]] = {
+    "share/man/man1/kvwatch.1": man_page,
+    "share/bash-completion/completions/kvwatch": bash_completion,
+}
+
+
+def stale() -> list[str]:
+    """Files that differ from what would be written."""
+    return [
+        name
+        for name, build in FILES.items()
+        if not (ROOT / name).is_file() or (ROOT / name).read_text(encoding="utf-8") != build()
+    ]
+
+
+def main() -> int:
+    """Write the files, or say which are not up to date."""
+    options = argparse.ArgumentParser(description="Writes share/ out of the code.")
+    options.add_argument("--check", action="store_true", help="write nothing, name the old files")
+    if options.parse_args().check:
+        old = stale()
+        for name in old:
+            print(f"{name} is not up to date: python -m tools.build_shell", file=sys.stderr)
+        return 1 if old else 0
+    for name, build in FILES.items():
+        path = ROOT / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(build(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
