@@ -23,7 +23,7 @@ _BAD_VALUES = (
     AttributeError,
     RecursionError,
 )
-"""What PyYAML lets through from the conversion of a value: ``!!int ""``, a date of the year 0, ``&a [*a]``."""
+"""What PyYAML lets through from the conversion of a value (``!!int ""``, a date of the year 0)."""
 
 
 class ConfigError(ValueError):
