@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvwatch.config import Config, Poll
 from kvwatch.export.cycle import Cycle
 from kvwatch.export.document import document, encode
@@ -14,21 +12,20 @@ from kvwatch.logs import log_crash
 
 
 def render(cycle: Cycle, config: Config) -> Content:
-    """The page in both formats, the JSON and the status page of one cycle."""
+    """The page in both formats, and what makes the JSON and the status page of one cycle."""
     page = build_page(cycle, top=config.holders.top)
-    told = document(cycle)
     return Content(
         lifetime=lifetime(config.poll),
         metrics=page.text(),
         openmetrics=page.openmetrics(),
-        snapshot=encode(told).encode(),
-        status=_status(told),
+        snapshot=lambda: encode(document(cycle)).encode(),
+        status=lambda: _status(cycle),
     )
 
 
-def _status(told: dict[str, Any]) -> bytes:
+def _status(cycle: Cycle) -> bytes:
     try:
-        return status_page(told)
+        return status_page(document(cycle))
     except Exception:  # noqa: BLE001 - a mistake in the page for people must not cost Prometheus its own
         log_crash("status_page_failed")
         return apology()

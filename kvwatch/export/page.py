@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvwatch import __version__
 from kvwatch.blockmath.startup import CHECKS
-from kvwatch.export.catalogue import BY_NAME, FAMILIES
+from kvwatch.export.catalogue import FAMILIES
 from kvwatch.export.cycle import Cycle, SelfState
-from kvwatch.export.exposition import openmetrics_format, text_format
+from kvwatch.export.textformat import FamilyWriter, written
 from kvwatch.forecast.bundle import Forecasts
 from kvwatch.forecast.pending import PendingForecast
 from kvwatch.forecast.plans import PlanForecast
@@ -27,40 +24,32 @@ LISTED = (Owner.ORPHAN, Owner.FOREIGN, Owner.NEIGHBOUR)
 """Classes whose processes are published one by one."""
 
 
+_WRITERS = {family.name: FamilyWriter(family) for family in FAMILIES}
+
+
 class Page:
     """Samples by family, in the catalogue's order. Unknown families or labels are a programming error."""
 
     def __init__(self) -> None:
-        self._families: dict[str, Metric] = {}
-        for family in FAMILIES:
-            build = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-            name = family.name.removesuffix("_total")
-            self._families[family.name] = build(name, family.help, labels=family.labels)
+        self._lines: dict[str, list[str]] = {name: [] for name in _WRITERS}
 
     def add(self, name: str, value: float | None, /, **labels: str) -> None:
         """One sample; a value of None adds nothing.
 
         Raises:
-            KeyError: the family or a label is not in the catalogue.
+            KeyError: the family is not in the catalogue, or these are not its labels.
         """
-        if value is None:
-            return
-        values = [labels.pop(label) for label in BY_NAME[name].labels]
-        if labels:
-            raise KeyError(f"{name}: no label {', '.join(labels)}")
-        self._families[name].add_metric(values, value)  # type: ignore[attr-defined]
-
-    def collect(self) -> Iterator[Metric]:
-        """The families that have samples."""
-        return (family for family in self._families.values() if family.samples)
+        if value is not None:
+            self._lines[name].append(_WRITERS[name].line(value, labels))
 
     def text(self) -> bytes:
         """Prometheus text format 0.0.4."""
-        return text_format(self.collect())
+        return written((_WRITERS[name].text_head, lines) for name, lines in self._lines.items() if lines)
 
     def openmetrics(self) -> bytes:
         """OpenMetrics 1.0.0."""
-        return openmetrics_format(self.collect())
+        parts = ((_WRITERS[name].openmetrics_head, lines) for name, lines in self._lines.items() if lines)
+        return written(parts) + b"# EOF\n"
 
 
 def build_page(cycle: Cycle, *, top: int) -> Page:

@@ -26,6 +26,7 @@ from kvwatch.export.http1 import BadRequest, Request, RequestReader, Response
 from kvwatch.export.listeners import Listener
 from kvwatch.export.negotiation import accepts_gzip, wants_openmetrics
 from kvwatch.export.webconfig import WebConfig, WebSettings
+from kvwatch.logs import log_crash
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -52,14 +53,15 @@ class Content:
         lifetime: seconds after which it is no longer handed out, when nothing newer has come; None for good.
         metrics: Prometheus text format 0.0.4.
         openmetrics: OpenMetrics 1.0.0.
-        snapshot: JSON.
-        status: the status page, HTML with no style or script but in ``<style>`` and ``<script>`` elements.
+        snapshot: makes the JSON, once and only if it is asked for.
+        status: makes the status page, as seldom: HTML with no style or script but in ``<style>`` and
+            ``<script>`` elements.
     """
 
     metrics: bytes
     openmetrics: bytes
-    snapshot: bytes
-    status: bytes
+    snapshot: Callable[[], bytes]
+    status: Callable[[], bytes]
     lifetime: float | None = None
 
 
@@ -103,15 +105,33 @@ class _Resource:
         return Response(HTTPStatus.OK, self.body, self._content_type, self._headers)
 
 
+class _LateResource:
+    """A resource that is made when the first client asks for it."""
+
+    def __init__(self, make: Callable[[], _Resource]) -> None:
+        self._make = make
+        self._made: _Resource | None = None
+        self._one_at_a_time = threading.Lock()
+
+    def response(self, request: Request) -> Response:
+        with self._one_at_a_time:
+            if self._made is None:
+                try:
+                    self._made = self._make()
+                except Exception:  # noqa: BLE001 - a page for people that cannot be made costs itself only
+                    log_crash("page_failed", path=request.path)
+                    return Response.message(HTTPStatus.INTERNAL_SERVER_ERROR)
+        return self._made.response(request)
+
+
 class _Published:
     """The resources of one cycle."""
 
     def __init__(self, content: Content) -> None:
         self.metrics = _Resource(content.metrics, TEXT)
         self.openmetrics = _Resource(content.openmetrics, OPENMETRICS)
-        self.snapshot = _Resource(content.snapshot, JSON)
-        policy = {"Content-Security-Policy": _content_security_policy(content.status)}
-        self.status = _Resource(content.status, HTML, policy)
+        self.snapshot = _LateResource(lambda: _Resource(content.snapshot(), JSON))
+        self.status = _LateResource(lambda: _status_resource(content.status()))
         self._expires = None if content.lifetime is None else _seconds_since_boot() + content.lifetime
 
     @property
@@ -333,7 +353,9 @@ class ExporterServer:
     def _status(self, request: Request) -> Response:
         return self._from_published(request, lambda published: published.status)
 
-    def _from_published(self, request: Request, pick: Callable[[_Published], _Resource]) -> Response:
+    def _from_published(
+        self, request: Request, pick: Callable[[_Published], _Resource | _LateResource]
+    ) -> Response:
         published = self._published
         if published is None or published.expired:
             return _unavailable(published)
@@ -378,6 +400,10 @@ def _listen(addresses: Sequence[str]) -> list[Listener]:
             listener.close()
         raise
     return listeners
+
+
+def _status_resource(page: bytes) -> _Resource:
+    return _Resource(page, HTML, {"Content-Security-Policy": _content_security_policy(page)})
 
 
 def _content_security_policy(page: bytes) -> str:

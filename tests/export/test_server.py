@@ -39,8 +39,8 @@ def descriptors() -> int:
     [
         ("/metrics", CONTENT.metrics, "text/plain; version=0.0.4; charset=utf-8"),
         ("/metrics?name[]=x", CONTENT.metrics, "text/plain; version=0.0.4; charset=utf-8"),
-        ("/api/v1/snapshot", CONTENT.snapshot, "application/json"),
-        ("/", CONTENT.status, "text/html; charset=utf-8"),
+        ("/api/v1/snapshot", CONTENT.snapshot(), "application/json"),
+        ("/", CONTENT.status(), "text/html; charset=utf-8"),
         ("/-/healthy", b"healthy\n", "text/plain; charset=utf-8"),
         ("/-/ready", b"ready\n", "text/plain; charset=utf-8"),
     ],
@@ -61,7 +61,7 @@ def test_openmetrics(server: ExporterServer) -> None:
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/metrics", CONTENT.metrics), ("/api/v1/snapshot", CONTENT.snapshot), ("/", CONTENT.status)],
+    [("/metrics", CONTENT.metrics), ("/api/v1/snapshot", CONTENT.snapshot()), ("/", CONTENT.status())],
 )
 def test_gzip(server: ExporterServer, path: str, body: bytes) -> None:
     answer = fetch(server, path, Accept_Encoding="gzip")
@@ -316,7 +316,7 @@ import resource, sys
 from kvwatch.export.server import Content, ExporterServer
 server = ExporterServer(["127.0.0.1:0"])
 resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))
-server.publish(Content(b"up 1\\n", b"up 1\\n# EOF\\n", b"{}", b""))
+server.publish(Content(b"up 1\\n", b"up 1\\n# EOF\\n", lambda: b"{}", lambda: b""))
 server.start()
 print(server.addresses[0], flush=True)
 sys.stdin.read()
@@ -420,3 +420,21 @@ def test_what_is_too_old_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> N
             assert (answer.status, answer.body) == (503, b"no cycle has ended for too long\n")
         server.publish(replace(CONTENT, lifetime=60.0))
         assert fetch(server, "/metrics").status == 200
+
+
+def test_what_people_ask_for_is_made_once_and_only_then() -> None:
+    made: list[str] = []
+    content = replace(CONTENT, status=lambda: made.append("status") or b"page")  # type: ignore[func-returns-value]
+    with running(content=content) as server:
+        fetch(server, "/metrics")
+        assert made == []
+        assert [fetch(server, "/").body for _ in range(3)] == [b"page"] * 3
+        assert made == ["status"]
+
+
+def test_a_page_that_cannot_be_made_costs_itself_only(caplog: pytest.LogCaptureFixture) -> None:
+    with running(content=replace(CONTENT, status=lambda: bytes(1 // 0))) as server:
+        assert fetch(server, "/").status == 500
+        assert fetch(server, "/metrics").status == 200
+        assert fetch(server, "/api/v1/snapshot").status == 200
+    assert "ZeroDivisionError" in caplog.text

@@ -134,7 +134,7 @@ def test_nothing_scrolls_sideways(page: Page, exporter: ExporterServer, name: st
 def test_figures_are_those_of_the_json(page: Page, exporter: ExporterServer, name: str) -> None:
     show(page, exporter, CONTENTS[name])
     told = page.evaluate("fetch('/api/v1/snapshot').then((answer) => answer.json())")
-    assert told == json.loads(CONTENTS[name].snapshot)
+    assert told == json.loads(CONTENTS[name].snapshot())
     figures = page.evaluate(FIGURES)
     for figure in figures:
         scope = next((one for one in told["servers"] if one["server"] == figure.get("server")), told)
@@ -165,7 +165,7 @@ def test_the_bar_is_drawn_to_scale(page: Page, exporter: ExporterServer) -> None
         f"{rectangle.format('.bar .server-0').replace('{{', '{')}.getBoundingClientRect().width;"
         " return r / document.querySelector('article .bar').getBoundingClientRect().width; })()"
     )
-    card = json.loads(CONTENTS["starting"].snapshot)["gpus"][0]
+    card = json.loads(CONTENTS["starting"].snapshot())["gpus"][0]
     assert share == pytest.approx(73 * GIB / card["total_bytes"], abs=0.005)
 
 

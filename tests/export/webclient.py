@@ -18,8 +18,8 @@ from kvwatch.export.server import Content, ExporterServer
 CONTENT = Content(
     metrics=b"# TYPE kvwatch_up gauge\nkvwatch_up 1.0\n",
     openmetrics=b"# TYPE kvwatch_up gauge\nkvwatch_up 1.0\n# EOF\n",
-    snapshot=b'{"gpus": []}',
-    status=b"<!doctype html><style>body{color:red}</style><h1>kvwatch</h1>",
+    snapshot=lambda: b'{"gpus": []}',
+    status=lambda: b"<!doctype html><style>body{color:red}</style><h1>kvwatch</h1>",
 )
 
 

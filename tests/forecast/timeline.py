@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from kvwatch.config import Config, Poll, ServerConfig
 from kvwatch.export.page import Page, build_page
 from kvwatch.monitor import Monitor
@@ -174,7 +176,8 @@ TOLD = (
 
 def told(page: Page) -> list[Sample]:
     """What a page says about the future."""
-    families = [family for family in page.collect() if family.name.startswith(TOLD)]
+    parsed = text_string_to_metric_families(page.text().decode())
+    families = [family for family in parsed if family.name.startswith(TOLD)]
     return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
 
