@@ -182,7 +182,7 @@ def test_a_mistake_in_the_page_costs_nothing_else(
     monkeypatch.setattr("kvwatch.export.content.status_page", {}.__getitem__)
     content = render(cycle(FAILING), Config())
     assert b"kvwatch_restart_feasible" in content.metrics
-    assert "The status page could not be made" in Outline(content.status).text
+    assert "The status page could not be made" in Outline(content.status()).text
     assert "status_page_failed" in caplog.text
 
 
