@@ -243,6 +243,25 @@ def test_it_refreshes_itself_and_keeps_what_the_reader_opened(page: Page, export
     assert page.complaints() == []
 
 
+def test_it_refreshes_on_under_a_focused_button_but_not_under_a_selection(
+    page: Page, exporter: ExporterServer
+) -> None:
+    show(page, exporter, CONTENTS["failing"])
+    page.evaluate("document.querySelector('ol button').focus()")
+    exporter.publish(CONTENTS["long names"])
+    page.evaluate(REFRESHED.replace("TITLE", "'a-very-long'"))
+    focused = page.evaluate("document.activeElement.getAttribute('aria-label')")
+    assert focused == "Copy --gpu-memory-utilization 0.88"
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('h1'))")
+    exporter.publish(CONTENTS["starting"])
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    assert "Waiting while text is selected." in page.evaluate("document.querySelector('#updates').innerText")
+    assert page.evaluate("document.title").startswith("a-very-long")
+    page.evaluate("getSelection().removeAllRanges()")
+    page.evaluate(REFRESHED.replace("TITLE", "'llama would start'"))
+    assert page.complaints() == []
+
+
 def test_it_says_so_when_kvwatch_is_gone(page: Page) -> None:
     gone = ExporterServer(["127.0.0.1:0"])
     gone.start()

@@ -11,6 +11,14 @@
     if (old.innerHTML !== next.innerHTML) old.replaceChildren(...next.childNodes);
   };
 
+  // The element that took the place of one that was replaced.
+  const twin = (gone) => {
+    const label = gone.getAttribute("aria-label");
+    if (label) return document.querySelector(`main [aria-label="${CSS.escape(label)}"]`);
+    const details = gone.closest("details[id]");
+    return details && document.getElementById(details.id)?.querySelector("summary");
+  };
+
   // What the reader has opened, closed and focused stays as it is.
   const replaceMain = (fresh) => {
     const toggled = [...document.querySelectorAll("details[data-toggled]")];
@@ -20,12 +28,10 @@
       next.open = details.open;
       next.dataset.toggled = "";
     }
-    const focused = document.activeElement.closest("details[id]");
+    const focused = document.activeElement;
     put("main", fresh);
-    if (focused && !focused.isConnected) {
-      document.getElementById(focused.id)?.querySelector("summary").focus({ preventScroll: true });
-    }
     decorate();
+    if (!focused.isConnected) twin(focused)?.focus({ preventScroll: true });
   };
 
   const copy = async (code, button) => {
@@ -42,7 +48,7 @@
   };
 
   const decorate = () => {
-    for (const code of document.querySelectorAll("ol code.typed")) {
+    for (const code of document.querySelectorAll("ol code.typed:not(:has(+ button))")) {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = "Copy";
@@ -51,14 +57,16 @@
       code.after(button);
     }
     for (const summary of document.querySelectorAll("summary")) {
-      summary.addEventListener("click", () => { summary.parentElement.dataset.toggled = ""; });
+      summary.onclick = () => { summary.parentElement.dataset.toggled = ""; };
     }
   };
 
   const look = async () => {
-    // A selection or a button in use would be lost.
-    const busy = paused || document.hidden || !getSelection().isCollapsed || document.activeElement.matches("main button");
-    if (busy) return;
+    if (paused || document.hidden) return;
+    if (!getSelection().isCollapsed) {
+      notice.textContent = "Waiting while text is selected.";
+      return;
+    }
     try {
       const answer = await fetch("/", { cache: "no-store", signal: AbortSignal.timeout(seconds * 1000) });
       if (!answer.ok) throw new Error(answer.statusText);
