@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prometheus_client.core import Metric
-
 from kvwatch.blockmath.flags import Flags
 from kvwatch.config import Config, Plan, ServerConfig
 from kvwatch.demo.node import DemoNode
@@ -159,24 +157,27 @@ def record(now: float, *, hours: float = HOURS) -> Iterator[str]:
             monitor = Monitor(Observer(node, CONFIG, now=node.now), CONFIG, now=node.now, simulated=True)
             for step in range(int(hours * 3600 / STEP_SECONDS) + 1):
                 node.clock = begun + step * STEP_SECONDS
-                families = build_page(monitor.cycle(), top=20).collect()
-                yield from _lines(families, script.instance, node.clock)
+                page = build_page(monitor.cycle(), top=20).text().decode()
+                yield from _lines(page, script.instance, node.clock)
             monitor.close()
     yield "# EOF\n"
 
 
-def _lines(families: Iterator[Metric], instance: str, clock: float) -> Iterator[str]:
-    target = {"job": "kvwatch", "instance": instance}
-    for family in families:
-        for sample in family.samples:
-            labels = ",".join(f'{name}="{value}"' for name, value in {**target, **sample.labels}.items())
-            yield f"{sample.name}{{{labels}}} {sample.value!r} {clock:.3f}\n"
-    yield f'up{{job="kvwatch",instance="{instance}"}} 1 {clock:.3f}\n'
-    # Two servers on one card are more than the demo's node has.
-    yield (
-        f'kvwatch_restart_together_feasible{{job="kvwatch",instance="{instance}",server="llama-3.3-70b"}}'
-        f" 1 {clock:.3f}\n"
+def _lines(page: str, instance: str, clock: float) -> Iterator[str]:
+    target = f'job="kvwatch",instance="{instance}"'
+    # Two servers on one card are more than the embedded node has; its server is always the last to start.
+    page += "".join(
+        line.replace("kvwatch_restart_feasible", "kvwatch_restart_together_feasible")
+        for line in page.splitlines(keepends=True)
+        if line.startswith("kvwatch_restart_feasible{")
     )
+    for series, value in _SAMPLE.findall(page):
+        name, _, labels = series.rstrip("}").partition("{")
+        yield f"{name}{{{target}{',' if labels else ''}{labels}}} {value} {clock:.3f}\n"
+    yield f"up{{{target}}} 1 {clock:.3f}\n"
+
+
+_SAMPLE = re.compile(r"(?m)^([^#\s].*) (\S+)$")
 
 
 def write_blocks(directory: Path, now: float) -> None:

@@ -20,6 +20,7 @@ OWNER_COLORS = {
     "orphan": "red",
     "foreign": "orange",
     "allowed": "semi-dark-yellow",
+    "releasing": "yellow",
     "unattributed": "dark-red",
     "free": "green",
 }

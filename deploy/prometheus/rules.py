@@ -45,14 +45,16 @@ OWN_ALERT_ADVICE = ("length_near_limit", "utilizations_exceed_card")
 def lookup(expression: str, labels: tuple[str, ...], text: str) -> str:
     """Template text about the first series that an instant query finds; nothing where it finds none.
 
-    Each ``%q`` of the expression takes one of the alert's labels. Within `text`, ``.`` is the series.
+    Each ``%q`` of the expression takes one of the alert's labels; on both sides of a join, so that neither
+    looks at the whole fleet. Within `text`, ``.`` is the series.
     """
     values = " ".join(f"$labels.{label}" for label in labels)
     found = f"{{{{ with printf `{expression}` {values} | query }}}}"
     return f"{found}{{{{ with first . }}}}{text}{{{{ end }}}}{{{{ end }}}}"
 
 
-_SELF = ("job", "instance", "server")
+_NODE = ("job", "instance")
+_SELF = (*_NODE, "server")
 _SERIES = "job=%q,instance=%q,server=%q"
 
 
@@ -63,20 +65,20 @@ def blocking_check(family: str) -> str:
 
 MISSING = lookup(
     f"topk(1, -kvwatch_restart_margin_bytes{{{_SERIES}}}"
-    " and on (job, instance, server, check) kvwatch_restart_blocked == 1)",
-    _SELF,
+    f" and on (job, instance, server, check) kvwatch_restart_blocked{{{_SERIES}}} == 1)",
+    _SELF * 2,
     " {{ .Value | humanize1024 }}B are missing on GPU {{ .Labels.gpu }}.",
 )
 HOLDER = lookup(
     'topk(1, kvwatch_holder_memory_bytes{job=%q,instance=%q,pid!=""}'
-    " and on (job, instance, gpu) kvwatch_restart_margin_bytes{server=%q})",
-    _SELF,
+    f" and on (job, instance, gpu) kvwatch_restart_margin_bytes{{{_SERIES}}})",
+    (*_NODE, *_SELF),
     " Largest holder beside it: {{ .Labels.owner }} process {{ .Labels.process }} of {{ .Labels.user }}"
     " (PID {{ .Labels.pid }}, {{ .Value | humanize1024 }}B on GPU {{ .Labels.gpu }}).",
 )
 HOLDER_OF_GPU = lookup(
     'topk(1, kvwatch_holder_memory_bytes{job=%q,instance=%q,gpu=%q,owner=%q,pid!=""})',
-    ("job", "instance", "gpu", "owner"),
+    (*_NODE, "gpu", "owner"),
     " Largest: {{ .Labels.process }} of {{ .Labels.user }} (PID {{ .Labels.pid }},"
     " {{ .Value | humanize1024 }}B{{ with .Labels.workload }}, {{ . }}{{ end }}).",
 )
@@ -266,8 +268,9 @@ RESTART_ALERTS = (
         )
         + lookup(
             'topk(1, kvwatch_holder_memory_bytes{job=%q,instance=%q,pid!=""}'
-            ' and on (job, instance, gpu) kvwatch_gpu_memory_held_bytes{owner="server",server=%q})',
-            _SELF,
+            " and on (job, instance, gpu)"
+            ' kvwatch_gpu_memory_held_bytes{job=%q,instance=%q,owner="server",server=%q})',
+            (*_NODE, *_SELF),
             " Largest holder beside it: {{ .Labels.process }} of {{ .Labels.user }}"
             " (PID {{ .Labels.pid }}, {{ .Value | humanize1024 }}B on GPU {{ .Labels.gpu }}).",
         ),
@@ -310,18 +313,19 @@ CHANGE_ALERTS = (
         f"With the plan {{{{ $labels.plan }}}}, {SERVER} would not start."
         + lookup(
             "kvwatch_plan_blocked{job=%q,instance=%q,server=%q,plan=%q} == 1",
-            ("job", "instance", "server", "plan"),
+            (*_SELF, "plan"),
             " vLLM's check {{ .Labels.check }} would stop it.",
         )
         + lookup(
             "topk(1, -kvwatch_plan_margin_bytes{job=%q,instance=%q,server=%q,plan=%q}"
-            " and on (job, instance, server, plan, check) kvwatch_plan_blocked == 1)",
-            ("job", "instance", "server", "plan"),
+            " and on (job, instance, server, plan, check)"
+            " kvwatch_plan_blocked{job=%q,instance=%q,server=%q,plan=%q} == 1)",
+            (*_SELF, "plan") * 2,
             " {{ .Value | humanize1024 }}B are missing.",
         )
         + lookup(
             "kvwatch_plan_max_model_len_tokens{job=%q,instance=%q,server=%q,plan=%q} > 0",
-            ("job", "instance", "server", "plan"),
+            (*_SELF, "plan"),
             ' It would start with --max-model-len {{ .Value | printf "%.0f" }}.',
         ),
         keep="2m",
@@ -456,7 +460,7 @@ SELF_ALERTS = (
         "The source {{ $labels.source }} of kvwatch on {{ $labels.instance }} does not answer."
         + lookup(
             "time() - kvwatch_source_last_success_timestamp_seconds{job=%q,instance=%q,source=%q}",
-            ("job", "instance", "source"),
+            (*_NODE, "source"),
             " It last did {{ .Value | humanizeDuration }} ago.",
         ),
     ),
