@@ -15,7 +15,6 @@ from dataclasses import dataclass
 MAX_LINE_BYTES = 64 * 1024
 MAX_SERIES = 5_000
 
-_BLANKS = frozenset((b" ", b"\t"))
 # Possessive quantifiers: a line that is wrong near its end must not be tried in a million ways.
 _NAME = r"[a-zA-Z_][a-zA-Z0-9_]*+"
 _TEXT = r'(?:[^"\\]|\\[\\"n])*+'
@@ -54,8 +53,7 @@ class FamilyFilter:
     """Reads the samples of a fixed set of sample names out of pages."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names = {name.encode(): name for name in names}
-        self._prefixes = tuple(self._names)
+        self._wanted = _wanted_lines(names)
 
     def samples(self, page: bytes) -> dict[str, list[Sample]]:
         """The samples by name, in page order; names without a sample are left out.
@@ -84,15 +82,18 @@ class FamilyFilter:
 
     def _lines(self, page: bytes) -> Iterator[tuple[str, bytes]]:
         """Sample name and the rest of the line, for the lines whose name is wanted."""
-        for line in page.split(b"\n"):
-            if line[:1] in _BLANKS:
-                line = line.lstrip(b" \t")
-            # One call with all names is what makes the other lines cheap; it also lets longer names through.
-            if line.startswith(self._prefixes):
-                word = line.split(b"{", 1)[0].split(maxsplit=1)[0]
-                name = self._names.get(word)
-                if name is not None:
-                    yield name, line[len(word) :]
+        for line in self._wanted.finditer(b"\n" + page):
+            yield line[1].decode(), line[2]
+
+
+def _wanted_lines(names: Collection[str]) -> re.Pattern[bytes]:
+    """Matches the lines of these samples, from the newline before: one pass that skips the others cheaply."""
+    by_namespace: dict[str, list[str]] = {}
+    for name in names:
+        namespace, colon, own = name.rpartition(":")
+        by_namespace.setdefault(namespace + colon, []).append(re.escape(own))
+    choices = (f"{re.escape(namespace)}(?:{'|'.join(own)})" for namespace, own in by_namespace.items())
+    return re.compile(rf"\n[ \t]*+({'|'.join(choices)})(?=[{{\s])([^\n]*+)".encode())
 
 
 def _parse(name: str, rest: bytes) -> Sample:
