@@ -7,8 +7,15 @@ from collections.abc import Generator
 from typing import TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
+
+# How long an example takes says how busy the machine is, not whether kvwatch is right.
+settings.register_profile(
+    "kvwatch", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("kvwatch")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
