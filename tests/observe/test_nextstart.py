@@ -56,12 +56,18 @@ def test_a_broken_config_file_is_a_failure_of_the_next_start(tmp_path: Path, cas
     assert server.known().failures
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_launch_file_without_permission(tmp_path: Path) -> None:
+def test_a_launch_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = RunningServer(tmp_path)
     path = tmp_path / "start.sh"
     path.write_text("vllm serve m")
-    path.chmod(0)
+    opened = os.open
+
+    def deny(name: str | Path, *more: int) -> int:
+        if str(name) == str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(name, *more)
+
+    monkeypatch.setattr(os, "open", deny)
     assert server.reason(launch_file(path)) == "eacces"
 
 
