@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from kvwatch.config import Config, Poll, ServerConfig
-from kvwatch.export.page import Page, build_page
+from kvwatch.export.page import build_page
 from kvwatch.monitor import Monitor
 from kvwatch.observe.cycle import ObservedServer, Observer
 from kvwatch.observe.nvml import NvmlSource
@@ -154,7 +153,7 @@ def play(story: Story, scenario: Path) -> Iterator[list[Sample]]:
         if sources.moment.nvml != written:
             written = sources.moment.nvml
             written.write(scenario)
-        yield told(build_page(monitor.cycle(), top=0))
+        yield told(build_page(monitor.cycle(), top=0).text().decode())
     monitor.close()
     sources.close()
 
@@ -163,6 +162,7 @@ def _monitor(story: Story, sources: Sources) -> Monitor:
     return Monitor(Observer(sources, story.config, now=sources.now), story.config, now=sources.now)
 
 
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 TOLD = (
     "kvwatch_advice",
     "kvwatch_cycle_timestamp",
@@ -174,11 +174,10 @@ TOLD = (
 )
 
 
-def told(page: Page) -> list[Sample]:
+def told(page: str) -> list[Sample]:
     """What a page says about the future."""
-    parsed = text_string_to_metric_families(page.text().decode())
-    families = [family for family in parsed if family.name.startswith(TOLD)]
-    return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
+    lines = (line.rpartition(" ") for line in page.splitlines() if line.startswith(TOLD))
+    return [(left.partition("{")[0], dict(_LABEL.findall(left)), float(value)) for left, _, value in lines]
 
 
 def main() -> None:
