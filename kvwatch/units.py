@@ -9,7 +9,7 @@ def bytes_text(number: int) -> str:
     """Bytes with a binary unit and three significant digits or so: ``-1.25 GiB``, ``512 MiB``, ``12 B``."""
     value = float(number)
     for unit in _UNITS:
-        if abs(value) < 1024 or unit == _UNITS[-1]:
+        if abs(value) < 1023.5 or unit == _UNITS[-1]:
             break
         value /= 1024
     digits = 0 if unit == "B" or abs(value) >= 100 else 1 if abs(value) >= 10 else 2

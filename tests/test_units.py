@@ -14,6 +14,7 @@ from kvwatch.units import bytes_text, duration_text
         (512 * 2**20, "512 MiB"),
         (-1342177280, "-1.25 GiB"),
         (85520809984, "79.6 GiB"),
+        (2**30 - 1, "1.00 GiB"),
         (2**50, "1024 TiB"),
     ],
 )
