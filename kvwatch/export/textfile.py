@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -14,15 +13,19 @@ def write_textfile(path: Path, page: bytes) -> None:
     Raises:
         OSError: the folder is not writable or the disk is full; the old file is left as it was.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Always the same name, so that a writer killed in between leaves one scrap at most, until the next write.
+    draft = path.with_name(f".{path.name}.new")
+    draft.unlink(missing_ok=True)
     try:
+        # Made anew: what somebody else put there, a link perhaps, is not written to.
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         with os.fdopen(handle, "wb") as file:
             file.write(page)
             file.flush()
             os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        draft.replace(path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            Path(temporary).unlink()
+        with suppress(OSError):
+            draft.unlink()
         raise

@@ -4,7 +4,7 @@ The client follows no redirect, uses no proxy and no netrc, keeps no cookie, and
 (after decompression) and in total time. The time limit holds while headers or body drip in byte by byte,
 which a read timeout alone does not catch: each wait for bytes lasts as long as is left at most.
 
-It is http.client with these rules and nothing between. A GET of a page of 60 kB costs a seventh of the CPU
+It is http.client with these rules and nothing between. A GET of a page of 60 kB costs a fifth of the CPU
 that it costs with requests, and the import 18 MiB and a quarter of a second less; with 8 servers that alone
 decides whether a cycle stays within 30 ms.
 """
