@@ -54,7 +54,7 @@ def shared(held: int, by: NodeProcess = NOTEBOOK) -> Moment:
 
 
 LEAK_BEGINS = 512 * MIB
-LEAK_PER_MINUTE = 20 * MIB
+LEAK_PER_MINUTE = 30 * MIB
 
 
 def leaked(minute: int) -> int:
@@ -79,7 +79,7 @@ def notebook_at_noon(minute: int) -> Moment:
     return shared(NOTEBOOK_BYTES if NOON <= minute < AFTERNOON else 0)
 
 
-STEP_AT, STEP_BYTES = 2 * HOUR, 3 * GIB
+STEP_AT, STEP_BYTES = HOUR, 3 * GIB
 
 
 def one_step(minute: int) -> Moment:
@@ -155,7 +155,7 @@ def sawtooth(minute: int) -> Moment:
     return shared(tooth(minute))
 
 
-LOST, BACK = 200, 212
+LOST, BACK = 120, 132
 
 
 def gpu_lost(minute: int) -> Moment:
@@ -165,21 +165,21 @@ def gpu_lost(minute: int) -> Moment:
     return replace(moment, nvml=replace(moment.nvml, rules=rules))
 
 
-KVWATCH_RESTARTS = 200
+KVWATCH_RESTARTS = 120
 
 
-JUMPS_FORWARD, JUMPS_BACK = 2 * HOUR, 4 * HOUR
+JUMPS_FORWARD, JUMPS_BACK = 30, 110
 JUMP = 6 * 3600
 
 
 def jumping_clock(minute: int) -> float:
-    """Six hours ahead for two hours, then right again."""
+    """Six hours ahead for a while, then right again."""
     return clock(minute) + (JUMP if JUMPS_FORWARD <= minute < JUMPS_BACK else 0)
 
 
 STORIES: Mapping[str, Story] = {
     "slow_leak": Story(LEAK_ENDS + 30, slow_leak, clock),
-    "notebook_at_noon": Story(5 * HOUR, notebook_at_noon, clock),
+    "notebook_at_noon": Story(4 * HOUR, notebook_at_noon, clock),
     "orphan_after_sigkill": Story(
         3 * HOUR,
         orphan_after_sigkill,
@@ -191,15 +191,15 @@ STORIES: Mapping[str, Story] = {
         ),
     ),
     "neighbour_restart": Story(
-        4 * HOUR,
+        3 * HOUR,
         neighbour_restart,
         clock,
         Config(poll=PATIENT, holders=Holders(neighbours=(Rule(program="tritonserver"),))),
     ),
     "sawtooth": Story(DAY, sawtooth, clock),
-    "one_step": Story(4 * HOUR, one_step, clock),
+    "one_step": Story(3 * HOUR, one_step, clock),
     "gpu_lost": Story(LEAK_ENDS + 30, gpu_lost, clock),
     "kvwatch_restarts": Story(LEAK_ENDS + 30, slow_leak, clock, restarts=frozenset({KVWATCH_RESTARTS})),
     "clock_jumps": Story(LEAK_ENDS + 30, slow_leak, jumping_clock),
-    "clock_jumps_while_nothing_happens": Story(5 * HOUR, lambda _: shared(GIB), jumping_clock),
+    "clock_jumps_while_nothing_happens": Story(3 * HOUR, lambda _: shared(GIB), jumping_clock),
 }
