@@ -9,6 +9,9 @@ from dataclasses import dataclass, fields, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+VARIABLES = frozenset({"allow_long_max_model_len"})
+"""Fields that a server is told in its environment, not on its command line."""
+
 AUTO_LENGTH = -1
 """`--max-model-len auto`: the server searches for the largest length that fits."""
 

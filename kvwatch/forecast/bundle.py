@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvwatch.config import Config
 from kvwatch.forecast.advice import Advice, Facts, advise
@@ -45,7 +45,7 @@ def forecast(snapshot: NodeSnapshot, config: Config, history: History | None = N
     servers = {server.name: server for server in snapshot.servers}
     restart = {name: forecast_restart(server, snapshot, config) for name, server in servers.items()}
     history.add(snapshot, restart)
-    outlook = {name: history.outlook(server) for name, server in servers.items()}
+    outlook = {name: _ahead(history.outlook(server), restart[name]) for name, server in servers.items()}
     together = {name: forecast_together(name, restart) for name in servers}
     lengths = {name: request_lengths(server) for name, server in servers.items()}
     return Forecasts(
@@ -69,3 +69,8 @@ def forecast(snapshot: NodeSnapshot, config: Config, history: History | None = N
         together={name: found for name, found in together.items() if found is not None},
         lengths={name: found for name, found in lengths.items() if found is not None},
     )
+
+
+def _ahead(outlook: Outlook, restart: RestartForecast) -> Outlook:
+    """What fails already is not foretold to fail."""
+    return replace(outlook, margin=None) if restart.feasible is False else outlook

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwatch.blockmath.flags import Flags
+from kvwatch.blockmath.flags import VARIABLES, Flags
 from kvwatch.observe.command_line import CommandLine, parse_command_line, server_arguments
 from kvwatch.observe.serve_flags import ALIASES, CURRENT, RETIRED, SHORT, Arity, resolve, resolve_short
 from tests.observe.command_lines import check, read_cases
@@ -162,7 +162,12 @@ SAMPLES: dict[str, st.SearchStrategy[Any]] = {
     ),
 }
 ANY_FLAGS = st.fixed_dictionaries(
-    {}, optional={entry.name: SAMPLES[str(entry.type)] for entry in fields(Flags) if entry.name != "model"}
+    {},
+    optional={
+        entry.name: SAMPLES[str(entry.type)]
+        for entry in fields(Flags)
+        if entry.name not in VARIABLES | {"model"}
+    },
 )
 
 
@@ -389,7 +394,7 @@ def test_config_without_a_file() -> None:
 
 
 def test_table_knows_every_start_up_flag() -> None:
-    names = {entry.name.replace("_", "-") for entry in fields(Flags)}
+    names = {entry.name.replace("_", "-") for entry in fields(Flags) if entry.name not in VARIABLES}
     assert names <= CURRENT.keys() | RETIRED.keys()
 
 
