@@ -197,6 +197,7 @@ def _together(forecast: TogetherForecast | None) -> dict[str, Any] | None:
         "sharing": list(forecast.sharing),
         "first": _verdict(forecast.first, None),
         "last": _verdict(forecast.last, None),
+        "at_once": _verdict(forecast.at_once, None),
         "overcommitted": dict(forecast.overcommitted),
     }
 

@@ -235,6 +235,8 @@ def _outlook_lines(cycle: Cycle, name: str) -> Iterator[str]:
     together = forecasts.together.get(name)
     if together is not None and together.last.feasible is False:
         yield f"would not come back after {', '.join(together.sharing)} on the same card"
+    elif together is not None and together.at_once.feasible is False:
+        yield f"might not come back at the same moment as {', '.join(together.sharing)} on the same card"
     for advice in forecasts.advice[name]:
         yield f"advice: {advice.text} ({advice.rule})"
 

@@ -100,8 +100,17 @@ class Situation:
         """Bytes per GPU that a start takes before vLLM compares free memory with its budget."""
         return self.costs.cuda_context + (self.costs.nccl if flags.tp * flags.pp > 1 else 0)
 
-    def judge(self, changes: Flags | None = None, freed: Mapping[str, int] | None = None) -> Verdict:
+    def judge(
+        self,
+        changes: Flags | None = None,
+        freed: Mapping[str, int] | None = None,
+        charged: Mapping[str, int] | None = None,
+    ) -> Verdict:
         """The verdict on a start with some flags changed and some bytes per GPU freed first.
+
+        Args:
+            charged: bytes by GPU that others take while this server profiles itself; vLLM takes their growth
+                for its own.
 
         Raises:
             Unsupported: the arithmetic has no answer for these flags.
@@ -118,14 +127,14 @@ class Situation:
             pool = self.pool if given.keys() <= NOT_IN_THE_POOL else self._plan(flags)
         except Refused as refusal:
             return refused(refusal)
-        freed, cost = freed or {}, self.start_cost(flags)
+        freed, charged, cost = freed or {}, charged or {}, self.start_cost(flags)
         ranks = [
             RankMemory(
                 gpu=site.gpu,
                 stage=site.stage,
                 total_bytes=site.total,
                 free_bytes=None if site.free_next is None else site.free_next + freed.get(site.gpu, 0) - cost,
-                non_kv_bytes=site.non_kv,
+                non_kv_bytes=None if site.non_kv is None else site.non_kv + charged.get(site.gpu, 0),
             )
             for site in self.sites
         ]

@@ -20,6 +20,8 @@ class TogetherForecast:
     Attributes:
         sharing: names of the other servers on its cards.
         first, last: the verdict when it starts before, and after, all of them.
+        at_once: the verdict when all start at the same moment, at worst: each finds the card empty, and takes
+            what the others load while it profiles itself for its own.
         overcommitted: cards on which the servers' budgets add to more than the card, with the sum of shares.
     """
 
@@ -27,6 +29,7 @@ class TogetherForecast:
     sharing: tuple[str, ...]
     first: Verdict
     last: Verdict
+    at_once: Verdict
     overcommitted: Mapping[str, float]
 
 
@@ -47,18 +50,21 @@ def forecast_together(server: str, restart: Mapping[str, RestartForecast]) -> To
         return None
     held: dict[str, int] = {}
     taken: dict[str, int] = {}
+    loaded: dict[str, int] = {}
     shares = {site.gpu: _utilization(own) for site in own.sites}
     for other in others:
         for site in other.sites:
             if site.gpu in cards:
                 held[site.gpu] = held.get(site.gpu, 0) + (site.own or 0)
                 taken[site.gpu] = taken.get(site.gpu, 0) + _will_take(other, site.gpu)
+                loaded[site.gpu] = loaded.get(site.gpu, 0) + (site.non_kv or 0) + other.costs.cuda_context
                 shares[site.gpu] += _utilization(other)
     return TogetherForecast(
         server=server,
         sharing=tuple(other.server for other in others),
         first=own.judge(freed=held),
         last=own.judge(freed={gpu: held[gpu] - taken[gpu] for gpu in held}),
+        at_once=own.judge(freed=held, charged=loaded),
         overcommitted={gpu: share for gpu, share in shares.items() if share > 1},
     )
 

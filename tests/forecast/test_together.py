@@ -5,11 +5,21 @@ from dataclasses import replace
 import pytest
 
 from kvwatch.blockmath.flags import Flags
-from kvwatch.config import GIB, Config
+from kvwatch.config import GIB, Config, Restart
 from kvwatch.forecast.restart import forecast_restart
 from kvwatch.forecast.together import TogetherForecast, forecast_together
 from kvwatch.node import join
-from tests.nodes import PARENT, gpu, observation, process, server, serving_node
+from tests.nodes import (
+    LLAMA_8B_BLOCK,
+    PARENT,
+    RESERVED,
+    TOTAL,
+    gpu,
+    observation,
+    process,
+    server,
+    serving_node,
+)
 
 
 def two_on_one_card(first: float, second: float) -> dict[str, TogetherForecast | None]:
@@ -63,3 +73,18 @@ def test_a_server_alone_on_its_card_has_nobody_to_wait_for() -> None:
     snapshot = join(serving_node(), Config())
     restart = {"llama": forecast_restart(snapshot.servers[0], snapshot, Config())}
     assert forecast_together("llama", restart) is None
+
+
+def test_at_once_each_is_charged_with_what_the_other_loads() -> None:
+    # Two servers that come back one after the other, but whose non-KV memory is most of their budgets.
+    found = two_on_one_card(0.45, 0.45)
+    for together in found.values():
+        assert together is not None
+        blocks = 6000 * LLAMA_8B_BLOCK
+        budget = -(-(TOTAL - RESERVED) * 45 // 100)
+        other = budget - blocks
+        left = {check.check: check.margin_bytes for check in together.at_once.checks if check.gpu is not None}
+        assert left["kv_memory"] == blocks - other - Restart().cuda_context - LLAMA_8B_BLOCK - 1
+        assert together.at_once.feasible is False
+        assert together.at_once.blocking is not None
+        assert together.at_once.blocking.check == "kv_memory"
