@@ -10,6 +10,7 @@ pip := $(bin)/python -m pip install -qq --disable-pip-version-check
 installed := $(venv)/.installed
 developed := $(venv)/.developed
 documented := $(venv)/.documented
+released := $(venv)/.released
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -55,6 +56,15 @@ docs: $(documented) ## the documentation as a site, in .cache/site; a link that 
 	@$(bin)/python -m tools.build_shell --check
 	@NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --quiet --strict
 
+.PHONY: dist
+dist: $(released) ## the packages and the bill of materials of what they install, in dist/
+	@rm -rf dist .cache/release
+	@$(bin)/python -m build --outdir dist . > /dev/null
+	@$(PYTHON) -m venv .cache/release
+	@.cache/release/bin/python -m pip install -qq --disable-pip-version-check dist/*.whl
+	@$(bin)/cyclonedx-py environment --output-format JSON --output-file dist/kvwatch.cdx.json .cache/release
+	@ls dist
+
 .PHONY: clean
 clean: ## remove what the targets made in this checkout
 	@rm -rf $(venv) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
@@ -68,6 +78,10 @@ $(installed): pyproject.toml
 
 $(developed): $(installed)
 	@$(pip) --group dev --group deploy
+	@touch $@
+
+$(released): $(installed)
+	@$(pip) --group release
 	@touch $@
 
 $(documented): $(developed)
