@@ -116,8 +116,8 @@ def serve_pages() -> None:
 
 
 @contextlib.contextmanager
-def large_node(folder: Path) -> Iterator[None]:
-    """Start it all, and tell NVML's stand-in."""
+def large_node(folder: Path, processes: int = PROCESSES) -> Iterator[None]:
+    """Start it all, with so many processes on the cards, and tell NVML's stand-in."""
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(data("config.json"), encoding="utf-8")
@@ -152,7 +152,7 @@ def large_node(folder: Path) -> Iterator[None]:
             for port in ports
         ]
         engines = [int(first_line(parent)) for parent in parents]
-        others = [start("cat").pid for _ in range(PROCESSES - SERVERS)]
+        others = [start("cat").pid for _ in range(processes - SERVERS)]
         Scenario(
             tuple(
                 Gpu(

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 
 from kvwatch.export.catalogue import Family
 
-_LABEL_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
-_HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
 _LARGEST_PLAIN = 6
 """Digits before the point up to which the Go and Python clients write a number without an exponent."""
 
@@ -25,9 +23,9 @@ class FamilyWriter:
         self._names = frozenset(family.labels)
         pairs = ",".join(f'{label}="%s"' for label in self._labels)
         self._line = f"{family.name}{{{pairs}}} %s\n" if pairs else f"{family.name} %s\n"
-        self.text_head = _head(family.name, family.kind, family.help.translate(_HELP_ESCAPES))
+        self.text_head = _head(family.name, family.kind, _escaped_help(family.help))
         openmetrics_name = family.name.removesuffix("_total") if family.kind == "counter" else family.name
-        self.openmetrics_head = _head(openmetrics_name, family.kind, family.help.translate(_LABEL_ESCAPES))
+        self.openmetrics_head = _head(openmetrics_name, family.kind, _escaped(family.help))
 
     def line(self, value: float, labels: Mapping[str, str]) -> str:
         """One sample.
@@ -37,7 +35,7 @@ class FamilyWriter:
         """
         if labels.keys() != self._names:
             raise KeyError(f"labels {sorted(labels)} instead of {list(self._labels)}")
-        texts = [labels[name].translate(_LABEL_ESCAPES) for name in self._labels]
+        texts = [_escaped(labels[name]) for name in self._labels]
         return self._line % (*texts, number(value))
 
 
@@ -59,6 +57,14 @@ def number(value: float) -> str:
 def written(parts: Iterable[tuple[str, list[str]]]) -> bytes:
     """Families one after the other, each a head and its lines."""
     return "".join(text for head, lines in parts for text in (head, *lines)).encode()
+
+
+def _escaped(text: str) -> str:
+    return _escaped_help(text).replace('"', r"\"")
+
+
+def _escaped_help(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n")
 
 
 def _head(name: str, kind: str, text: str) -> str:

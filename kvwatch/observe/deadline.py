@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,37 @@ class _Call(Generic[T]):
         self.outcome: T | Failure | None = None
 
 
+class _Worker:
+    """A daemon thread that makes one call after the other, and ends when none has come for a while."""
+
+    def __init__(self, name: str, idle_seconds: float, first: Callable[[], None]) -> None:
+        self._idle_seconds = idle_seconds
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls.put(first)
+        self._ending = threading.Lock()
+        self._ended = False
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def take(self, call: Callable[[], None]) -> bool:
+        """Have a call made; False where the thread has ended."""
+        with self._ending:
+            if not self._ended:
+                self._calls.put(call)
+            return not self._ended
+
+    def _work(self) -> None:
+        while True:
+            try:
+                call = self._calls.get(timeout=self._idle_seconds)
+            except queue.Empty:
+                with self._ending:
+                    self._ended = self._calls.empty()
+                if self._ended:
+                    return
+            else:
+                call()
+
+
 class Guarded(Generic[T]):
     """Runs one call at a time on a daemon thread and waits for it no longer than it is told.
 
@@ -29,8 +61,11 @@ class Guarded(Generic[T]):
     is started beside it. Once it does return its answer is thrown away: it describes a moment long gone.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, *, idle_seconds: float = 60.0) -> None:
+        """The thread is kept for the next call, which comes within ``idle_seconds`` as a rule."""
         self._source = source
+        self._idle_seconds = idle_seconds
+        self._worker: _Worker | None = None
         self._call: _Call[T] | None = None
         self._stuck = False
 
@@ -50,7 +85,8 @@ class Guarded(Generic[T]):
             call.seconds = time.monotonic() - call.started
             call.done.set()
 
-        threading.Thread(target=run, name=f"kvwatch-{self._source}", daemon=True).start()
+        if self._worker is None or not self._worker.take(run):
+            self._worker = _Worker(f"kvwatch-{self._source}", self._idle_seconds, run)
 
     def result(self, timeout: float) -> T | Failure:
         """The answer of the call begun by `start`, `timeout` seconds after its beginning at the latest.

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 
 MAX_LINE_BYTES = 64 * 1024
 MAX_SERIES = 5_000
@@ -25,6 +27,9 @@ _SAMPLE = re.compile(
     rf"[ \t]*+(?:\{{({_PAIRS})\}})?[ \t]*+({_NUMBER})(?:[ \t]+[+-]?[0-9]+)?[ \t]*\r?", re.ASCII
 )
 _ESCAPE = re.compile(r'\\([\\"n])')
+_Identity = frozenset[tuple[str, str]]
+_USUAL_LABELS = 1024
+"""Characters of labels that are remembered; longer ones are read anew each time."""
 _UNESCAPED = {"\\": "\\", '"': '"', "n": "\n"}
 
 
@@ -67,10 +72,10 @@ class FamilyFilter:
         if not page.endswith(b"\n"):
             raise MalformedPage("truncated", "the page does not end with a newline")
         found: dict[str, list[Sample]] = {}
-        seen: set[tuple[str, frozenset[tuple[str, str]]]] = set()
+        seen: set[tuple[str, _Identity]] = set()
         for name, rest in self._lines(page):
-            sample = _parse(name, rest)
-            series = name, frozenset(sample.labels.items())
+            sample, identity = _parse(name, rest)
+            series = name, identity
             if series in seen:
                 raise MalformedPage("duplicate_series", f"{name} has the same labels twice")
             seen.add(series)
@@ -96,7 +101,7 @@ def _wanted_lines(names: Collection[str]) -> re.Pattern[bytes]:
     return re.compile(rf"\n[ \t]*+({'|'.join(choices)})(?=[{{\s])([^\n]*+)".encode())
 
 
-def _parse(name: str, rest: bytes) -> Sample:
+def _parse(name: str, rest: bytes) -> tuple[Sample, _Identity]:
     if len(rest) > MAX_LINE_BYTES:
         raise MalformedPage("line_too_long", f"a line of {name} has {len(rest)} bytes")
     try:
@@ -106,13 +111,33 @@ def _parse(name: str, rest: bytes) -> Sample:
     sample = _SAMPLE.fullmatch(text)
     if sample is None:
         raise MalformedPage("bad_sample", f"{name}: not a sample: {text[:80]!r}")
-    pairs = _PAIR.findall(sample[1] or "")
+    inside = sample[1] or ""
+    try:
+        labels, identity = _usual_labels(inside) if len(inside) <= _USUAL_LABELS else _labels(inside)
+    except ValueError:
+        raise MalformedPage("bad_sample", f"{name}: a label is given twice: {text[:80]!r}") from None
+    return Sample(name, labels, float(sample[2])), identity
+
+
+def _labels(inside: str) -> tuple[Mapping[str, str], _Identity]:
+    """The labels between the braces of a well-formed line, and what tells them from others.
+
+    Raises:
+        ValueError: one is given twice.
+    """
+    pairs = _PAIR.findall(inside)
+    if "\\" in inside:
+        pairs = [(label, _ESCAPE.sub(_unescape, value)) for label, value in pairs]
     labels = dict(pairs)
     if len(labels) < len(pairs):
-        raise MalformedPage("bad_sample", f"{name}: a label is given twice: {text[:80]!r}")
-    if "\\" in text:
-        labels = {label: _ESCAPE.sub(_unescape, value) for label, value in pairs}
-    return Sample(name, labels, float(sample[2]))
+        raise ValueError
+    return MappingProxyType(labels), frozenset(pairs)
+
+
+@lru_cache(maxsize=512)
+def _usual_labels(inside: str) -> tuple[Mapping[str, str], _Identity]:
+    """The same; from look to look a server's labels stay as they are, and only the values change."""
+    return _labels(inside)
 
 
 def _unescape(escape: re.Match[str]) -> str:

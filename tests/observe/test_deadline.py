@@ -33,7 +33,7 @@ def test_a_hanging_call_costs_one_thread_however_often_it_is_asked() -> None:
         release.wait(30)
         return "stale"
 
-    guarded: Guarded[str] = Guarded("nvml")
+    guarded: Guarded[str] = Guarded("nvml", idle_seconds=0.05)
     before = threading.active_count()
     guarded.start(hang)
     outcome = guarded.result(0.05)
@@ -52,6 +52,7 @@ def test_a_hanging_call_costs_one_thread_however_often_it_is_asked() -> None:
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.005)
+    assert threading.active_count() == before
     guarded.start(lambda: "fresh")
     assert guarded.result(5) == "fresh"
 
@@ -65,3 +66,20 @@ def test_waiting_counts_from_the_start_of_the_call() -> None:
     guarded.result(0.05)
     assert time.monotonic() - begun < 0.05
     release.set()
+
+
+def test_calls_that_follow_each_other_share_a_thread() -> None:
+    guarded: Guarded[int] = Guarded("vllm")
+    threads = set()
+    for _ in range(20):
+        guarded.start(threading.get_ident)
+        threads.add(guarded.result(5))
+    assert len(threads) == 1
+
+
+def test_no_call_is_lost_when_threads_end() -> None:
+    guarded: Guarded[int] = Guarded("vllm", idle_seconds=0.001)
+    for number in range(300):
+        guarded.start(lambda number=number: number)  # type: ignore[misc]
+        assert guarded.result(5) == number
+        time.sleep(0.0005 * (number % 4))
