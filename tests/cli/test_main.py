@@ -144,7 +144,7 @@ def test_an_address_in_use_ends_with_2(node: dict[str, str], tmp_path: Path) -> 
 
 def test_the_demo_serves_its_page_and_ends_on_sigterm(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [KVWATCH, "demo", "--web.listen-address", "127.0.0.1:0", "--speed", "600"],
+        [KVWATCH, "demo", "--web.listen-address", "127.0.0.1:0", "--speed", "120"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -45,6 +45,8 @@ class Terminal:
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, 80, 0, 0))
         self._fd = ours
+        # What a test runner says of its own terminal goes before what the pseudo-terminal says.
+        env = {name: value for name, value in env.items() if name not in ("LINES", "COLUMNS")}
         self.process = subprocess.Popen(command, env=env, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
         self.seen = ""
@@ -52,8 +54,11 @@ class Terminal:
     def read_until(self, text: str, times: int = 1) -> None:
         """Read on until the text has come so often."""
         while self.seen.count(text) < times:
-            data = os.read(self._fd, 1 << 16)
-            assert data, self.seen
+            try:
+                data = os.read(self._fd, 1 << 16)
+            except OSError:
+                data = b""
+            assert data, f"it ended with {self.process.wait(PATIENCE)}:\n{self.seen}"
             self.seen += data.decode()
 
     def end(self) -> int:

@@ -80,8 +80,7 @@ def ip(*words: str, inside: int | None = None) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a pair of network interfaces needs root")
 def test_a_server_is_reached_by_an_address_of_its_own_network_namespace(node: Node) -> None:
-    info = node.daemon.page().having("kvwatch_server_info")[0]
-    assert info.labels["endpoint"] == "", "without an interface it has no address"
+    assert node.daemon.page().having("kvwatch_server_info", endpoint=""), "no interface, no address"
     outer = f"kvw{os.getpid()}"
     ip("link", "add", outer, "type", "veth", "peer", "name", "inner", "netns", str(node.tree.first))
     ip("address", "add", "198.18.213.1/30", "dev", outer)
