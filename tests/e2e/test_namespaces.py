@@ -55,7 +55,7 @@ def test_from_server_to_orphan_to_nothing(node: Node) -> None:
     assert node.owners(page) == {"orphan": 9 * GIB}
     [holder] = page.having("kvwatch_holder_memory_bytes")
     assert (holder.labels["pid"], holder.labels["process"]) == (str(node.tree.engine), "VLLM::EngineCore")
-    assert page.having("kvwatch_server_up") == []
+    assert page.having("kvwatch_server_info", endpoint="") == []
 
     os.kill(node.tree.engine, signal.SIGKILL)
     assert node.owners(node.daemon.page_after()) == {"releasing": 9 * GIB}
