@@ -128,7 +128,8 @@ def main() -> int:
         scenario = Path(tempfile.mkdtemp(prefix="kvwatch-bench-")) / "node.scenario"
         Scenario().write(scenario)
         command = [sys.executable, "-m", "benchmarks.endurance"]
-        os.execve(sys.executable, command, environment(scenario))
+        # As `kvwatch run` does it.
+        os.execve(sys.executable, command, {**environment(scenario), "OPENBLAS_NUM_THREADS": "1"})
     with tempfile.TemporaryDirectory() as folder, large_node(Path(folder), PROCESSES):
         print(json.dumps(asdict(measure())))
     return 0

@@ -100,7 +100,7 @@ class History:
         """What the series of one server say, as far as the newest cycle could add to them."""
         courses = self._margins.of(server)
         trends = [trend for series in courses.values() if (trend := series.trend()) is not None]
-        tightest = min(courses, key=lambda gpu: courses[gpu].samples[-1][1], default=None)
+        tightest = min(courses, key=lambda gpu: courses[gpu].last, default=None)
         return Outlook(
             margin=min(trends, key=lambda trend: trend.zero_at, default=None),
             kv_full_at={

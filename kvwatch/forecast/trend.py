@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,25 +47,37 @@ class Series:
     """The last day of one quantity. A clock that jumps back, or nobody watching for long, starts it anew."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque()
+        self._times: deque[float] = deque()
+        self._values: deque[float] = deque()
+        self._trend: Trend | None = None
+        self._judged = True
 
     def add(self, time: float, value: float) -> None:
         """One sample; more than one per `RESOLUTION` seconds are not kept."""
-        if self._samples and not 0 <= time - self._samples[-1][0] <= MAX_GAP:
-            self._samples.clear()
-        if self._samples and time - self._samples[-1][0] < RESOLUTION:
+        if self._times and not 0 <= time - self._times[-1] <= MAX_GAP:
+            self._times.clear()
+            self._values.clear()
+        if self._times and time - self._times[-1] < RESOLUTION:
             return
-        self._samples.append((time, value))
-        while time - self._samples[0][0] > KEEP:
-            self._samples.popleft()
+        self._times.append(time)
+        self._values.append(value)
+        self._judged = False
+        while time - self._times[0] > KEEP:
+            self._times.popleft()
+            self._values.popleft()
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._times)
+
+    @property
+    def last(self) -> float:
+        """The newest value; there must be one."""
+        return self._values[-1]
 
     @property
     def samples(self) -> tuple[tuple[float, float], ...]:
         """All samples, oldest first."""
-        return tuple(self._samples)
+        return tuple(zip(self._times, self._values, strict=True))
 
     def trend(self) -> Trend | None:
         """The steady fall that the series is in; None where there is none.
@@ -75,7 +86,12 @@ class Series:
         where the fall has not been watched for as long as it would still take, and where earlier falls of the
         same size recovered by themselves: a sawtooth.
         """
-        times, values = _arrays(self._samples)
+        if not self._judged:
+            self._trend, self._judged = self._judge(), True
+        return self._trend
+
+    def _judge(self) -> Trend | None:
+        times, values = _array(self._times), _array(self._values)
         if len(times) < MIN_SAMPLES or times[-1] - times[0] < MIN_SPAN:
             return None
         start, deepest_before = _last_tooth(values)
@@ -95,24 +111,22 @@ class Series:
         return Trend(slope, float(times[-1]) + remaining)
 
 
-def _arrays(samples: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
-    table = np.array(samples, dtype=np.float64).reshape(-1, 2)
-    return table[:, 0], table[:, 1]
+def _array(numbers: deque[float]) -> Array:
+    return np.fromiter(numbers, np.float64, len(numbers))
 
 
 def _last_tooth(values: Array) -> tuple[int, float | None]:
     """Where the present fall began, and the lowest value of the falls before that recovered."""
     start, lowest_before = 0, None
-    peak = trough = values[0]
+    real_fall = _real_fall(values)
+    # Plain floats: a loop over an array makes an object of each value anew.
+    course: list[float] = values.tolist()
+    peak = trough = course[0]
     trough_at = 0
-    for index, value in enumerate(values):
+    for index, value in enumerate(course):
         if value < trough:
             trough, trough_at = value, index
-        elif (
-            peak > trough
-            and value - trough >= _RESET_SHARE * (peak - trough)
-            and _is_real(values, peak - trough)
-        ):
+        elif peak - trough > real_fall and value - trough >= _RESET_SHARE * (peak - trough):
             lowest_before = trough if lowest_before is None else min(lowest_before, trough)
             start = trough_at + int(np.argmax(values[trough_at : index + 1]))
             peak = trough = value
@@ -123,10 +137,9 @@ def _last_tooth(values: Array) -> tuple[int, float | None]:
     return start, lowest_before
 
 
-def _is_real(values: Array, fall: float) -> bool:
-    """Whether a fall is more than the jitter between neighbouring samples."""
-    jitter = float(np.median(np.abs(np.diff(values)))) if len(values) > 1 else 0.0
-    return fall > 10 * jitter
+def _real_fall(values: Array) -> float:
+    """How much a fall must exceed to be more than the jitter between neighbouring samples."""
+    return 10 * float(np.median(np.abs(np.diff(values)))) if len(values) > 1 else 0.0
 
 
 def _thinned(times: Array, values: Array) -> tuple[Array, Array]:
