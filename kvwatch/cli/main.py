@@ -46,7 +46,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (argparse itself exits with 2 on a wrong command line)."""
-    # numpy would start a thread per core of a large node, with memory for each, for sums of a hundred numbers.
+    # numpy would start a thread per core, with memory for each, for sums of a hundred numbers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     argv = sys.argv[1:] if argv is None else argv
     command = next((word for word in argv if not word.startswith("-")), None)

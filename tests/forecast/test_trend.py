@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import random
-from time import thread_time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -157,19 +155,3 @@ def test_any_series_gives_a_falling_trend_in_the_horizon_or_none(values: list[fl
         last = series.samples[-1][0]
         assert trend.slope < 0
         assert last <= trend.zero_at <= last + HORIZON
-
-
-def test_a_day_of_noise_is_judged_in_one_pass() -> None:
-    """Twice the samples take twice the time, not four times."""
-
-    def seconds(count: int) -> float:
-        chance = random.Random(1)
-        series = Series()
-        for number in range(count):
-            series.add(number * 30.0, 7e10 + chance.random() * 1e8)
-        begun = thread_time()
-        series.trend()
-        return thread_time() - begun
-
-    short = min(seconds(360) for _ in range(5))
-    assert min(seconds(2880) for _ in range(5)) < 20 * short
