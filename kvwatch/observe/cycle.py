@@ -145,6 +145,16 @@ class _Server:
     model: Guarded[ModelConfig | Failure] = field(default_factory=lambda: Guarded("models"))
     next_start: Guarded[NextStart | Failure] = field(default_factory=lambda: Guarded("launch"))
 
+    def close_reader(self) -> None:
+        if self.reader is not None:
+            self.reader.close()
+            self.reader = None
+
+    def close(self) -> None:
+        self.close_reader()
+        for guard in (self.vllm, self.model, self.next_start):
+            guard.close()
+
 
 class Observer:
     """Looks at the node once per `observe()`. Not for use from two threads at once."""
@@ -160,14 +170,24 @@ class Observer:
         self._last_success: dict[str, float] = {}
 
     def reconfigure(self, config: Config) -> None:
-        """Use another configuration from the next cycle on; readers are opened anew."""
+        """Use another configuration from the next cycle on; readers are opened anew.
+
+        The guards stay: a source that hangs costs one thread, however often the configuration changes.
+        """
         self._config = config
-        self.close()
+        for server in self._servers.values():
+            server.close_reader()
+        for gone in self._plan_models.keys() - {plan.name for plan in config.plans}:
+            self._plan_models.pop(gone).close()
 
     def close(self) -> None:
-        """Let go of the servers' connections."""
+        """Let go of connections and threads."""
         for server in self._servers.values():
-            _close(server)
+            server.close()
+        for model in self._plan_models.values():
+            model.close()
+        self._nvml.close()
+        self._processes.close()
         self._servers.clear()
         self._plan_models.clear()
 
@@ -236,7 +256,7 @@ class Observer:
         poll = self._config.poll
         keys = {_key(one): one for one in found}
         for gone in self._servers.keys() - keys.keys():
-            _close(self._servers.pop(gone))
+            self._servers.pop(gone).close()
         unopened = {key: failure for key, one in keys.items() if (failure := self._open(key, one))}
         for server in self._servers.values():
             if server.reader is not None:
@@ -321,11 +341,6 @@ def _key(one: _Found) -> str:
 def same_address(url: str) -> str:
     """The address in one form, for comparison."""
     return url.replace("//localhost:", "//127.0.0.1:").rstrip("/")
-
-
-def _close(server: _Server) -> None:
-    if server.reader is not None:
-        server.reader.close()
 
 
 def _configured_only(settings: ServerConfig) -> _Found:

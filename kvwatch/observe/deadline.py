@@ -28,7 +28,7 @@ class _Worker:
 
     def __init__(self, name: str, idle_seconds: float, first: Callable[[], None]) -> None:
         self._idle_seconds = idle_seconds
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._calls.put(first)
         self._ending = threading.Lock()
         self._ended = False
@@ -41,16 +41,24 @@ class _Worker:
                 self._calls.put(call)
             return not self._ended
 
+    def end(self) -> None:
+        """Take no more calls, and let the thread go when the last one has returned."""
+        with self._ending:
+            self._ended = True
+            self._calls.put(None)
+
     def _work(self) -> None:
         while True:
             try:
                 call = self._calls.get(timeout=self._idle_seconds)
             except queue.Empty:
                 with self._ending:
-                    self._ended = self._calls.empty()
-                if self._ended:
-                    return
+                    if self._calls.empty():
+                        self._ended = True
+                        return
             else:
+                if call is None:
+                    return
                 call()
 
 
@@ -105,6 +113,11 @@ class Guarded(Generic[T]):
         if call.outcome is None:
             raise RuntimeError("a source returned None")
         return call.outcome
+
+    def close(self) -> None:
+        """Give the thread back when the call under way returns; a later call starts another."""
+        if self._worker is not None:
+            self._worker.end()
 
     @property
     def seconds(self) -> float | None:

@@ -18,6 +18,7 @@ from kvwatch.observe.records import (
     ProcessRecord,
     VllmRecord,
 )
+from tests.e2e.waiting import wait_until
 from tests.nodes import LLAMA_8B, NOW, PARENT, gpu, process, server, vllm_page
 
 QUICK = Poll(nvml_timeout=0.2, processes_timeout=0.2, vllm_timeout=0.2)
@@ -198,6 +199,30 @@ def test_a_new_configuration_opens_new_readers(sources: FakeSources) -> None:
     watch.reconfigure(Config(poll=QUICK, discovery=False))
     assert sources.readers[0][2].closed
     assert watch.observe().servers == ()
+
+
+def test_new_configurations_start_no_second_thread_beside_one_that_hangs(
+    sources: FakeSources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = observer(sources)
+    release = threading.Event()
+    before = threading.active_count()
+    monkeypatch.setattr(sources, "read_model", lambda *_: release.wait(30))
+    threads = set()
+    try:
+        for _ in range(3):
+            model = watch.observe().servers[0].model
+            assert isinstance(model, Failure)
+            threads.add(threading.active_count())
+            watch.reconfigure(Config(poll=QUICK))
+        assert len(threads) == 1
+        assert len(sources.readers) == 3
+    finally:
+        release.set()
+    monkeypatch.undo()
+    assert isinstance(watch.observe().servers[0].model, ModelConfig)
+    watch.close()
+    wait_until(lambda: threading.active_count() == before, 10)
 
 
 def test_a_reader_that_cannot_be_opened_costs_its_own_server_and_is_tried_again(

@@ -5,6 +5,7 @@ import time
 
 from kvwatch.observe.deadline import Guarded
 from kvwatch.observe.records import Failure
+from tests.e2e.waiting import wait_until
 
 
 def test_an_answer_comes_through_with_its_duration() -> None:
@@ -49,10 +50,7 @@ def test_a_hanging_call_costs_one_thread_however_often_it_is_asked() -> None:
     assert guarded.seconds is None
 
     release.set()
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert threading.active_count() == before
+    wait_until(lambda: threading.active_count() == before, 10)
     guarded.start(lambda: "fresh")
     assert guarded.result(5) == "fresh"
 
@@ -83,3 +81,20 @@ def test_no_call_is_lost_when_threads_end() -> None:
         guarded.start(lambda number=number: number)  # type: ignore[misc]
         assert guarded.result(5) == number
         time.sleep(0.0005 * (number % 4))
+
+
+def test_a_closed_guard_gives_its_thread_back_when_the_call_returns() -> None:
+    release = threading.Event()
+    before = threading.active_count()
+    guarded: Guarded[bool] = Guarded("vllm")
+    guarded.start(lambda: release.wait(30))
+    guarded.close()
+    assert threading.active_count() == before + 1
+    assert isinstance(guarded.result(0.05), Failure)
+    release.set()
+    wait_until(lambda: threading.active_count() == before, 10)
+    guarded.start(lambda: True)
+    assert guarded.result(5) is True
+    guarded.close()
+    guarded.close()
+    wait_until(lambda: threading.active_count() == before, 10)
