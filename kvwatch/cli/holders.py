@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvwatch.cli.common import EXIT_USAGE, add_config_argument
-from kvwatch.cli.watched import add_replay_argument, watched_or_complain
-from kvwatch.cli.watching import add_watch_argument, watch
+from kvwatch.cli.watching import add_look_arguments, show_looks
 from kvwatch.export.cycle import Cycle
 from kvwatch.export.holders import holders_json, holders_text
 
@@ -22,27 +20,14 @@ def add_parser(commands: Any) -> None:
         " would gain if it went; and the command to stop it, which kvwatch itself never runs.",
         epilog="exit code: 0, or 2 where NVML or /proc gave no answer",
     )
-    add_config_argument(parser)
-    add_replay_argument(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="the same as JSON; with --watch one line per look"
-    )
-    add_watch_argument(parser)
+    add_look_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the holders once, or until interrupted."""
-    watched = watched_or_complain(args)
-    if watched is None:
-        return EXIT_USAGE
-    if args.watch is not None:
-        show = holders_json if args.json else holders_text
-        last = watch(watched, show, every=args.watch, redraw=not args.json)
-        return EXIT_UNSEEN if last is None else _exit_code(last)
-    cycle = watched.look()
-    print(holders_json(cycle, indent=2) if args.json else holders_text(cycle))
-    return _exit_code(cycle)
+    last = show_looks(args, holders_text, holders_json)
+    return EXIT_UNSEEN if last is None else _exit_code(last)
 
 
 def _exit_code(cycle: Cycle) -> int:

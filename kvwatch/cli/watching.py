@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 
-from kvwatch.cli.watched import Watched
+from kvwatch.cli.common import add_config_argument
+from kvwatch.cli.screens import open_screen
+from kvwatch.cli.watched import Watched, add_replay_argument, watched_or_complain
 from kvwatch.config import duration
 from kvwatch.export.cycle import Cycle
 
 CONFIGURED = 0.0
 """Stands for the interval of the configuration."""
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""The terminal's second screen, without a cursor: what was printed before is there again afterwards."""
-_HOME, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
-def add_watch_argument(parser: argparse.ArgumentParser) -> None:
-    """``--watch [SECONDS]``."""
+def add_look_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is looked at, how often, and in which form it is printed."""
+    add_config_argument(parser)
+    add_replay_argument(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="the same as JSON; with --watch one line per look"
+    )
     parser.add_argument(
         "--watch",
         metavar="SECONDS",
@@ -32,21 +34,36 @@ def add_watch_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def watch(
-    watched: Watched, show: Callable[[Cycle], str], *, every: float = CONFIGURED, redraw: bool = True
+def show_looks(
+    args: argparse.Namespace, as_text: Callable[[Cycle], str], as_json: Callable[..., str]
 ) -> Cycle | None:
-    """Look until interrupted, or until all captures are seen, and show each look.
+    """Print one look, or each until interrupted or until all captures are seen.
 
     Args:
-        show: a look as text.
-        every: seconds between looks.
-        redraw: draw over the last look, under the time, where the output is a terminal.
+        args: those of `add_look_arguments`.
+        as_json: takes ``indent`` as `json.dumps` does.
 
     Returns:
-        The last look, None where the interrupt came before the first had ended.
+        The last look; None where there was none, which has been complained about.
+    """
+    watched = watched_or_complain(args)
+    if watched is None:
+        return None
+    if args.watch is not None:
+        return _watch(watched, as_json if args.json else as_text, every=args.watch, redraw=not args.json)
+    cycle = watched.look()
+    print(as_json(cycle, indent=2) if args.json else as_text(cycle))
+    return cycle
+
+
+def _watch(watched: Watched, show: Callable[[Cycle], str], *, every: float, redraw: bool) -> Cycle | None:
+    """Show look after look; None where the interrupt came before the first had ended.
+
+    Args:
+        redraw: draw over the last look, under the time, where the output is a terminal.
     """
     last = None
-    screen = _Screen() if redraw and sys.stdout.isatty() else None
+    screen = open_screen() if redraw else None
     try:
         for last in _cycles(watched, every):
             if screen is None:
@@ -80,25 +97,3 @@ def _cycles(watched: Watched, every: float) -> Iterator[Cycle]:
         yield watched.monitor.cycle()
         due = max(due + interval, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
-
-
-class _Screen:
-    """The terminal while something is watched on it."""
-
-    def __init__(self) -> None:
-        sys.stdout.write(_ENTER)
-
-    def draw(self, text: str) -> None:
-        """Draw a text from the top, without a flicker; what does not fit is counted."""
-        lines = text.splitlines()
-        room = shutil.get_terminal_size().lines - 1
-        if len(lines) > room:
-            lines = [*lines[: room - 1], f"… {len(lines) - room + 1} more lines"]
-        drawn = "".join(f"{line}{_REST_OF_LINE}\r\n" for line in lines)
-        sys.stdout.write(f"{_HOME}{drawn}{_REST_OF_SCREEN}")
-        sys.stdout.flush()
-
-    def leave(self) -> None:
-        """Go back to what was there before."""
-        sys.stdout.write(_LEAVE)
-        sys.stdout.flush()

@@ -76,18 +76,20 @@ def _gpu(state: GpuState) -> dict[str, Any]:
             {"owner": owner, "server": server, "bytes": held}
             for (owner, server), held in state.held().items()
         ],
-        "holders": [_holder(holder) for holder in state.holders],
+        "holders": [holder_document(holder) for holder in state.holders],
         "process_visibility": state.visibility,
     }
 
 
-def _holder(holder: Holder) -> dict[str, Any]:
+def holder_document(holder: Holder) -> dict[str, Any]:
+    """One process on one card."""
     process = holder.process
     return {
         "pid": holder.pid,
         "process": process.name if process else None,
         "user": process.user if process else None,
         "workload": process.workload if process else None,
+        "container": process.container if process else None,
         "started": process.start_time if process else None,
         "owner": holder.ownership.owner,
         "server": holder.ownership.server,

@@ -10,6 +10,7 @@ from typing import Any
 from kvwatch import __version__
 from kvwatch.blockmath.startup import Verdict
 from kvwatch.export.cycle import Cycle
+from kvwatch.export.document import holder_document
 from kvwatch.export.text import COLUMNS, table, wrapped
 from kvwatch.forecast.gain import Gain, gains
 from kvwatch.node import GpuState, Holder
@@ -222,21 +223,10 @@ def holders_json(cycle: Cycle, *, indent: int | None = None) -> str:
 
 
 def _holder(holder: Holder, cycle: Cycle) -> dict[str, Any]:
-    process = holder.process
     asked = holder.ownership.owner in (*UNWANTED, *EXPECTED)
     found = gains(holder.pid, cycle.snapshot, cycle.forecasts.restart) if asked else ()
     return {
-        "pid": holder.pid,
-        "process": process.name if process else None,
-        "user": process.user if process else None,
-        "workload": process.workload if process else None,
-        "container": process.container if process else None,
-        "started": process.start_time if process else None,
-        "owner": holder.ownership.owner,
-        "server": holder.ownership.server,
-        "former_server": holder.ownership.origin,
-        "reason": holder.ownership.reason,
-        "bytes": holder.used_bytes,
+        **holder_document(holder),
         "restarts": [_restart(gain) for gain in found],
         "command": stop_command(holder),
     }

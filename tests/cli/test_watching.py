@@ -13,7 +13,7 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,9 +77,23 @@ class Terminal:
         os.close(self._fd)
 
 
+PLAIN = (
+    sys.executable,
+    "-c",
+    "import sys; sys.modules['rich'] = None; from kvwatch.cli.main import main; sys.exit(main())",
+)
+"""kvwatch where rich is not installed."""
+
+
 @contextlib.contextmanager
-def terminal(*args: str | Path, env: dict[str, str], cwd: Path, lines: int = 40) -> Iterator[Terminal]:
-    running = Terminal(KVWATCH, *args, env=env, cwd=cwd, lines=lines)
+def terminal(
+    *args: str | Path,
+    env: dict[str, str],
+    cwd: Path,
+    lines: int = 40,
+    command: Sequence[str | Path] = (KVWATCH,),
+) -> Iterator[Terminal]:
+    running = Terminal(*command, *args, env=env, cwd=cwd, lines=lines)
     watchdog = threading.Timer(PATIENCE, running.process.kill)
     watchdog.start()
     try:
@@ -90,7 +104,7 @@ def terminal(*args: str | Path, env: dict[str, str], cwd: Path, lines: int = 40)
 
 
 def test_it_draws_over_itself_and_ends_on_ctrl_c(node: dict[str, str], tmp_path: Path) -> None:
-    with terminal("status", "--watch", "0.1", env=node, cwd=tmp_path) as shown:
+    with terminal("status", "--watch", "0.1", env=node, cwd=tmp_path, command=PLAIN) as shown:
         shown.read_until("no vLLM server found", times=3)
         assert shown.seen.startswith("\x1b[?1049h\x1b[?25l")
         assert shown.seen.count("\x1b[H") >= 3
@@ -103,13 +117,29 @@ def test_it_draws_over_itself_and_ends_on_ctrl_c(node: dict[str, str], tmp_path:
     assert "Traceback" not in shown.seen
 
 
-def test_what_does_not_fit_is_counted(node: dict[str, str], tmp_path: Path) -> None:
-    with terminal("status", "--watch", "0.1", env=node, cwd=tmp_path, lines=5) as shown:
+def test_rich_draws_in_colour(node: dict[str, str], tmp_path: Path) -> None:
+    node = {name: value for name, value in node.items() if name != "NO_COLOR"} | {"TERM": "xterm-256color"}
+    with terminal("status", "--watch", "0.1", env=node, cwd=tmp_path) as shown:
+        shown.read_until("no vLLM server found", times=3)
+        assert "\x1b[?1049h" in shown.seen
+        assert shown.end() == 2
+    before, _, after = shown.seen.rpartition("\x1b[?1049l")
+    assert "\x1b[1mGPU  NAME" in before
+    assert "no vLLM server found" in after
+    assert "\x1b[1m" not in after
+    assert "Traceback" not in shown.seen
+
+
+@pytest.mark.parametrize("command", [PLAIN, (KVWATCH,)], ids=["plain", "rich"])
+def test_what_does_not_fit_is_counted(
+    node: dict[str, str], tmp_path: Path, command: Sequence[str | Path]
+) -> None:
+    with terminal("status", "--watch", "0.1", env=node, cwd=tmp_path, lines=5, command=command) as shown:
         shown.read_until("more lines")
         assert shown.end() == 2
-    drawn = shown.seen.split("\x1b[J")[0]
-    assert drawn.count("\r\n") == 4
-    assert "… 4 more lines" in drawn
+    drawn = shown.seen.split("more lines")[0]
+    assert drawn.count("\n") == 3
+    assert drawn.endswith("… 4 ")
 
 
 @pytest.fixture
