@@ -47,7 +47,9 @@ class Terminal:
         self._fd = ours
         # What a test runner says of its own terminal goes before what the pseudo-terminal says.
         env = {name: value for name, value in env.items() if name not in ("LINES", "COLUMNS")}
-        self.process = subprocess.Popen(command, env=env, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs)
+        # A test run in the background of a shell ignores Ctrl-C, and so would whatever it starts.
+        heedful = ("env", "--default-signal=INT", *command)
+        self.process = subprocess.Popen(heedful, env=env, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
         self.seen = ""
 
