@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvwatch.observe.command_line import server_arguments
 from kvwatch.observe.processes import SPAWNED, python_arguments
+from kvwatch.observe.procfs import basename
 from kvwatch.observe.records import Failure, Process, ProcessRecord
 
 Identity = tuple[int, float]
@@ -20,36 +21,20 @@ Identity = tuple[int, float]
 DEAD_STATES = frozenset("ZX")
 
 # The kernel cuts a name that only it can tell (hidepid) at 15 characters: "VLLM::EngineCor".
-_TITLE = re.compile(r"[\w.-]*::(?:EngineCore?|DPEngineCore|Worker|APIServer|DPCoordinator)(?:[_-].*)?")
+_TITLE = re.compile(r"(?!ray::)\S*::(?:EngineCore?|DPEngineCore|Worker|APIServer|DPCoordinator)(?:[_-].*)?")
 _RAY_WORKERS = ("ray::RayWorkerWrapper", "ray::RayWorkerProc")
 _TORCH_THREAD = "pt_main_thread"
 """What PyTorch renames the main thread to: the name of a program without a script of its own."""
 _RAYLET = "raylet"
 _ADOPTERS = frozenset(
     {
-        "bash",
-        "catatonit",
-        "conmon",
-        "containerd-shim",
-        "containerd-shim-runc-v2",
-        "dash",
-        "docker-init",
-        "dumb-init",
-        "fish",
-        "init",
-        "screen",
-        "sh",
-        "slurmstepd",
-        "sshd",
-        "su",
-        "sudo",
-        "systemd",
-        "tini",
-        "tmux",
-        "zsh",
+        *("ash", "bash", "dash", "fish", "ksh", "sh", "zsh"),
+        *("catatonit", "docker-init", "dumb-init", "init", "s6-svscan", "runsvdir", "systemd", "tini"),
+        *("circusd", "conmon", "containerd-shim", "containerd-shim-runc-v2", "slurmstepd", "supervisord"),
+        *("screen", "sshd", "su", "sudo", "tmux"),
     }
 )
-"""Programs that take over orphans, for a parent whose command line cannot be read."""
+"""Shells, inits and managers of processes: they take over orphans, and run no engine of their own."""
 
 
 def identity(process: Process) -> Identity:
@@ -164,8 +149,24 @@ class Lineage:
         if None not in (parent.session, child.session) and child.session not in (child.pid, parent.session):
             return False
         if parent.pid not in self._starters:
-            self._starters[parent.pid] = _starts_python(parent) is not False
+            self._starters[parent.pid] = not self._adopts(parent)
         return self._starters[parent.pid]
+
+    def _adopts(self, parent: Process) -> bool:
+        """Whether it takes over what others started.
+
+        Python need not show: web servers and Triton embed it, others give themselves a title. But orphans go
+        to an init, and what a container runs first is one.
+        """
+        if _program_names(parent) & _ADOPTERS:
+            return True
+        if _runs_engines(parent):
+            return False
+        return parent.pid == 1 or (bool(parent.argv) and self._is_containers_first(parent))
+
+    def _is_containers_first(self, process: Process) -> bool:
+        outer = self._processes.get(process.ppid)
+        return process.container is not None and (outer is None or outer.container != process.container)
 
     def session_mates(self, process: Process) -> tuple[Process, ...]:
         """The others of a session whose leader is gone; none where the leader lives."""
@@ -182,16 +183,18 @@ class Lineage:
         return tuple(process for process in self._processes.values() if is_vllm_title(process.name))
 
 
-def _starts_python(parent: Process) -> bool | None:
-    """Whether it is a program that starts processes of vLLM's kind; None where that cannot be told."""
-    if (
+def _runs_engines(parent: Process) -> bool:
+    """Whether it is a program that starts processes of vLLM's kind."""
+    return (
         is_python(parent)
         or is_server(parent)
         or is_vllm_title(parent.name)
         or is_ray(parent)
         or parent.name.startswith("vllm")
-    ):
-        return True
-    if parent.argv or parent.pid == 1 or parent.name.split(":")[0] in _ADOPTERS:
-        return False
-    return None
+    )
+
+
+def _program_names(process: Process) -> frozenset[str]:
+    """Its name without what a title adds (``tmux: server``), and that of what runs it (a script's shell)."""
+    runs = basename(process.argv[0]).removeprefix("-") if process.argv else ""
+    return frozenset({process.name.partition(":")[0], runs})

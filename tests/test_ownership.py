@@ -45,13 +45,16 @@ OTHER_ID = "9a" * 32
         process(60, "containerd-shim-runc-v2", argv=("/usr/bin/containerd-shim-runc-v2", "-id", "x")),
         process(61, "s6-supervise", argv=("s6-supervise", "vllm")),
         process(62, "supervisord", session=62, argv=("python3", "/usr/bin/supervisord")),
+        process(65, "supervisord", session=SHELL.pid, argv=("python3", "/usr/bin/supervisord", "-n")),
+        process(66, "start.sh", session=SHELL.pid, argv=("/bin/bash", "./start.sh")),
+        process(67, "Relay(70)", session=SHELL.pid, argv=("/init",)),
         process(63, "systemd", session=63),
         process(64, "tmux: server", session=SHELL.pid),
     ],
-    ids=lambda one: one.name,
+    ids=lambda one: f"{one.name}-{one.pid}",
 )
 def test_engines_whose_parent_was_killed(adopter: Process) -> None:
-    """The survivors go to the nearest subreaper, which may be anything; supervisord leads another session."""
+    """The survivors go to the nearest subreaper: anything, in their session or another."""
     core = left(CORE, to=adopter)
     found = look(INIT, SHELL, adopter, core, WORKER, holding=(101, 102))
     assert found.owners == {101: Owner.ORPHAN, 102: Owner.ORPHAN}
@@ -69,6 +72,7 @@ def test_engines_whose_parent_was_killed(adopter: Process) -> None:
         "VLLM::APIServer_0",
         "VLLM::DPCoordinator",
         "team-a.chat::EngineCore",
+        "team/a:chat::EngineCore",
         "VLLM::EngineCor",
     ],
 )
@@ -77,7 +81,8 @@ def test_titles(title: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "title", ["sglang::scheduler", "postgres: writer", "EngineCore", "VLLM::", "a b::Worker"]
+    "title",
+    ["sglang::scheduler", "postgres: writer", "EngineCore", "VLLM::", "a b::Worker", "ray::Worker"],
 )
 def test_other_titles(title: str) -> None:
     assert look(INIT, child(5, title, INIT), holding=(5,)).owners == {5: Owner.FOREIGN}
@@ -268,6 +273,31 @@ def test_an_engine_of_somebodys_script() -> None:
     found = look(SHELL, script, core, child(102, "VLLM::Worker_TP0", core), holding=(100, 101, 102))
     assert set(found.owners.values()) == {Owner.NEIGHBOUR}
     assert "rag.py (pid 100)" in found.ownerships[101].reason
+
+
+@pytest.mark.parametrize(
+    ("name", "argv"),
+    [
+        ("triton_python_backend_stub", ("/opt/triton_python_backend_stub", "/m")),
+        ("gunicorn: worke", ("gunicorn: worker [app:app]",)),
+        ("celery", ("[celeryd: celery@node:ForkPoolWorker-1]",)),
+        ("rag-server", ("/opt/rag/rag-server",)),
+    ],
+)
+def test_an_engine_of_a_program_that_does_not_look_like_python(name: str, argv: tuple[str, ...]) -> None:
+    outer = process(99, "main", container=ID, argv=("/opt/main",))
+    program = parent(100, name=name, argv=argv, ppid=99, container=ID)
+    core = child(101, "VLLM::EngineCore", program)
+    found = look(INIT, SHELL, outer, program, core, holding=(101,))
+    assert found.owners == {101: Owner.NEIGHBOUR}
+    assert name in found.ownerships[101].reason
+
+
+@pytest.mark.parametrize("name", ["sleep", "node", "my-init"])
+def test_what_a_container_runs_first_takes_over_its_orphans(name: str) -> None:
+    first = parent(100, name=name, argv=(f"/bin/{name}",), ppid=INIT.pid, container=ID)
+    core = child(101, "VLLM::EngineCore", first)
+    assert look(INIT, SHELL, first, core, holding=(101,)).owners == {101: Owner.ORPHAN}
 
 
 def test_a_server_that_is_not_to_be_watched() -> None:
