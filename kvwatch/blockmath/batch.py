@@ -10,47 +10,11 @@ from typing import Any, Final
 from kvwatch.blockmath.device import Device
 from kvwatch.blockmath.errors import Refused, Unsupported
 from kvwatch.blockmath.flags import Flags
+from kvwatch.blockmath.gpus import capability_of
 from kvwatch.blockmath.pool import Pool, plan_pool
 from kvwatch.blockmath.releases import Release
 
 GIB: Final = 1 << 30
-
-CAPABILITIES: Final[Mapping[str, tuple[int, int]]] = {
-    "V100": (7, 0),
-    "T4": (7, 5),
-    "RTX8000": (7, 5),
-    "A100": (8, 0),
-    "A800": (8, 0),
-    "A30": (8, 0),
-    "A10": (8, 6),
-    "A10G": (8, 6),
-    "A40": (8, 6),
-    "A6000": (8, 6),
-    "RTXA6000": (8, 6),
-    "RTX3090": (8, 6),
-    "3090": (8, 6),
-    "RTX4090": (8, 9),
-    "4090": (8, 9),
-    "L4": (8, 9),
-    "L20": (8, 9),
-    "L40": (8, 9),
-    "L40S": (8, 9),
-    "RTX6000ADA": (8, 9),
-    "H20": (9, 0),
-    "H100": (9, 0),
-    "H200": (9, 0),
-    "H800": (9, 0),
-    "GH200": (9, 0),
-    "B100": (10, 0),
-    "B200": (10, 0),
-    "GB200": (10, 0),
-    "B300": (10, 3),
-    "GB300": (10, 3),
-    "RTX5090": (12, 0),
-    "5090": (12, 0),
-    "RTXPRO6000": (12, 0),
-}
-"""CUDA compute capability by product name, as NVIDIA publishes it."""
 
 _GPU = re.compile(
     r"(?:NVIDIA[ _-]*)?(?P<name>.*?)[ _-]+(?P<gib>\d+(?:\.\d+)?)\s*(?:GB|GiB|G)?", re.IGNORECASE
@@ -69,16 +33,7 @@ def device_named(label: str) -> Device:
     if match is None:
         raise Unsupported("unknown_gpu", f"{label!r} does not name a card and its memory, such as H100-80GB")
     name = match["name"]
-    key = re.sub(r"[^A-Z0-9]", "", name.upper())
-    capability = next(
-        (
-            CAPABILITIES[known]
-            for known in sorted(CAPABILITIES, key=len, reverse=True)
-            if key.startswith(known)
-        ),
-        None,
-    )
-    return Device(name, int(float(match["gib"]) * GIB), capability)
+    return Device(name, int(float(match["gib"]) * GIB), capability_of(name))
 
 
 def plan_row(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

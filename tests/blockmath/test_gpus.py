@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from kvwatch.blockmath.batch import CAPABILITIES
 from kvwatch.blockmath.errors import Unsupported
-from kvwatch.blockmath.gpus import GPUS, LOGS, RESERVED, SHEET, Gpu, find_gpu
+from kvwatch.blockmath.gpus import GPUS, LOGS, RESERVED, SHEET, Gpu, capability_of, find_gpu
 
 GIB = 1 << 30
 
@@ -52,17 +51,27 @@ def test_totals_are_those_seen(label: str, seen: tuple[float, float]) -> None:
     assert seen[0] <= gpu.total_bytes / GIB <= seen[1]
 
 
-def test_figures_have_sources_and_the_capability_of_the_planner_table() -> None:
+def test_figures_have_sources_and_every_card_a_capability() -> None:
     for gpu in GPUS:
         assert gpu.total_source in (LOGS, RESERVED)
         assert gpu.bandwidth_source == SHEET
-        key = gpu.label.replace("-", "").upper()
-        known = next(
-            capability
-            for name, capability in sorted(CAPABILITIES.items(), key=lambda item: -len(item[0]))
-            if key.startswith(name)
-        )
-        assert gpu.capability == known, gpu.label
+        assert (7, 0) <= gpu.capability <= (12, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("H100-80GB", (9, 0)),
+        ("NVIDIA GeForce RTX 4090", (8, 9)),
+        ("Tesla T4", (7, 5)),
+        ("A10G-24GB", (8, 6)),
+        ("A100", (8, 0)),
+        ("RTX PRO 6000 Blackwell", (12, 0)),
+        ("MI300X", None),
+    ],
+)
+def test_a_name_begins_with_the_product(name: str, capability: tuple[int, int] | None) -> None:
+    assert capability_of(name) == capability
 
 
 @pytest.mark.parametrize(
@@ -101,6 +110,8 @@ def test_which_cards_compute_with_8_bit_numbers() -> None:
         "A100-80GB",
         "A100-80GB-PCIe",
         "A100-40GB",
+        "A800",
+        "A40",
         "A30",
         "A10G",
         "A10",
