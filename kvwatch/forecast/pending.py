@@ -48,6 +48,9 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 """Values that are the same as not given, in every release."""
 
+_OFF = "false"
+"""A switch that is turned off is the same as one not given."""
+
 _TOLD_BY_THE_PAGE = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override")
 _RANKS = frozenset({"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"})
 _GROWS_WITH = frozenset({"max_num_batched_tokens", "max_num_seqs"})
@@ -185,7 +188,13 @@ def _flags(server: ServerState, start: NextStart) -> Iterator[Change]:
         default = _DEFAULTS.get(name)
         if (default if running is None else running) != (default if coming is None else coming):
             yield Change(name, _text(running), _text(coming))
-    if server.launch.pid is not None and set(start.unknown_flags) != set(server.launch.unknown_flags):
+    if server.launch.pid is None:
+        return
+    for name in sorted({*server.launch.beside, *start.beside}):
+        running, coming = server.launch.beside.get(name), start.beside.get(name)
+        if (running or _OFF) != (coming or _OFF):
+            yield Change(name, _text(running), _text(coming))
+    if set(start.unknown_flags) != set(server.launch.unknown_flags):
         listed = [", ".join(flags) or None for flags in (server.launch.unknown_flags, start.unknown_flags)]
         yield Change("unknown_flags", *listed)
 
@@ -294,12 +303,12 @@ def _text(value: object) -> str | None:
         case None:
             return None
         case str():
-            return value
+            text = value
         case float():
-            return f"{value:g}"
+            text = f"{value:g}"
         case _:
             text = json.dumps(value, default=str)
-            return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
 # --- the verdict ---------------------------------------------------------------------------------------
@@ -470,6 +479,8 @@ class _Judge:
             return Unknown("environment_changed", f"what {', '.join(moved)} changes was not measured")
         if moved := sorted(self._moved & _MODEL_SETTINGS):
             return Unknown("model_changed", f"with another {', '.join(moved)} the measure no longer holds")
+        if moved := sorted({*self.server.launch.beside, *self.start.beside} & self._moved):
+            return Unknown("flags_not_modelled", f"what {', '.join(moved)} changes was not measured")
         if moved := self._activation_flags(base, coming):
             detail = f"with another {', '.join(moved)} the measured non-KV memory no longer holds"
             return Unknown("activation_unknown", detail)

@@ -19,7 +19,7 @@ from kvwatch.observe.processes import python_arguments
 from kvwatch.observe.procfs import basename
 from kvwatch.observe.records import Failure
 from kvwatch.observe.safeyaml import load_document
-from kvwatch.observe.serve_flags import RETIRED_VALUES, Arity, arity, resolve, resolve_short
+from kvwatch.observe.serve_flags import MOVE_MEMORY, RETIRED, Arity, arity, resolve, resolve_short
 
 DEFAULT_PORT = 8000
 MAX_ARGUMENTS = 1000
@@ -77,6 +77,7 @@ class CommandLine:
         ray: its workers, or its data-parallel engines, are Ray actors.
         device_ids: of ``--device-ids``, as written.
         config_file: of ``--config``, as written.
+        beside: by name, as written, the flags that move memory beside the KV cache and are none of ``flags``.
         unknown_flags: names that this release does not have, or that kvwatch cannot honour, without values.
         failures: flags and files that could not be read, each naming its flag.
     """
@@ -95,6 +96,7 @@ class CommandLine:
     revision: str | None = None
     download_dir: str | None = None
     hf_config_path: str | None = None
+    beside: Mapping[str, str] = field(default_factory=dict)
     unknown_flags: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = ()
 
@@ -182,6 +184,7 @@ def parse_command_line(
         revision=_text(values.get("revision")),
         download_dir=_text(values.get("download_dir")),
         hf_config_path=_text(values.get("hf_config_path")),
+        beside=scan.beside,
         unknown_flags=tuple(dict.fromkeys(scan.unknown)),
         failures=tuple(failures),
     )
@@ -286,6 +289,7 @@ class _Scan:
 
     values: dict[str, Any] = field(default_factory=dict)
     dotted: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    beside: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     positional: str | None = None
 
@@ -300,10 +304,15 @@ class _Scan:
             if _is_argument(word):
                 self._take_positionals([word])
             elif word.startswith("-O"):
-                position += word == "-O"
+                position += self._optimization(word, words[position:])
             else:
                 position += self._flag(word, words[position:])
         self.values.update(self.dotted.values())
+
+    def _optimization(self, word: str, rest: Sequence[str]) -> int:
+        """``-O3``, ``-O=3`` and ``-O 3``; earlier releases took ``-O.level=3`` too."""
+        self.beside["optimization_level"] = word[2:].removeprefix("=") or "".join(rest[:1])
+        return int(word == "-O")
 
     def _take_positionals(self, words: Iterable[str]) -> None:
         for word in words:
@@ -360,17 +369,32 @@ class _Scan:
                 value = {key: value}
             _, built = self.dotted.setdefault(_key(head), (_key(name), {}))
             _merge(built, value)
+        elif name in MOVE_MEMORY:
+            self.beside[".".join([_key(name), *keys])] = given
         return used
 
     def _keep(self, name: str, value: str | bool | tuple[str, ...]) -> None:
         if _key(name) in _KEPT:
             self.values[_key(name)] = value
-        elif name in RETIRED_VALUES:
+            return
+        if name in MOVE_MEMORY:
+            self.beside[_key(name)] = _as_text(value)
+        if name in RETIRED:
             self._note_unknown(f"--{name}")
 
     def _note_unknown(self, written: str) -> None:
         if _FLAG_NAME.match(written):
             self.unknown.append(written)
+
+
+def _as_text(value: str | bool | tuple[str, ...]) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return " ".join(value)
+        case _:
+            return value
 
 
 def _key(name: str) -> str:

@@ -192,6 +192,7 @@ def read_launch(process: Process, arguments: tuple[str, ...], *, proc_root: Path
         download_dir=command.download_dir,
         hf_config_path=command.hf_config_path,
         ray=command.ray,
+        beside=command.beside,
         unknown_flags=command.unknown_flags,
         failures=failures + unreachable,
     )

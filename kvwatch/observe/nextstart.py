@@ -196,6 +196,7 @@ class _Reader:
                 line, environment if command.whole_environment else everything, contained=contained
             ),
             version=self._version(command, cwd),
+            beside=line.beside,
             unknown_flags=line.unknown_flags,
             failures=line.failures,
         )

@@ -159,6 +159,7 @@ class Launch:
         visible_devices: as in CUDA_VISIBLE_DEVICES or ``--device-ids``; None where all GPUs are visible.
         revision, download_dir, hf_config_path: where the model's files come from, as the flags say.
         ray: its workers, or its data-parallel engines, are Ray actors and no descendants of ``pid``.
+        beside: by name, as written, the flags that move memory beside the KV cache and are none of ``flags``.
         unknown_flags: names that kvwatch did not recognise, without their values.
     """
 
@@ -176,6 +177,7 @@ class Launch:
     download_dir: str | None = None
     hf_config_path: str | None = None
     ray: bool = False
+    beside: Mapping[str, str] = field(default_factory=dict)
     unknown_flags: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = ()
 
@@ -289,7 +291,7 @@ class NextStart:
         version: release that would run, as installed on disk or named by the image; None where not found.
         model: the model that would be loaded.
         first_model: the running server's, as it was when kvwatch first saw that server.
-        unknown_flags: as `Launch.unknown_flags`.
+        beside, unknown_flags: as of `Launch`.
         failures: what could not be read; the rest holds.
     """
 
@@ -302,5 +304,6 @@ class NextStart:
     version: str | None = None
     model: ModelConfig | Failure | None = None
     first_model: ModelConfig | None = None
+    beside: Mapping[str, str] = field(default_factory=dict)
     unknown_flags: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = ()

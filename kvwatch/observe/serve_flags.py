@@ -169,6 +169,20 @@ RETIRED_VALUES = frozenset(
     ]
 )
 
+MOVE_MEMORY = frozenset(
+    {
+        *("enable-lora", "fully-sharded-loras", "lora-dtype", "max-lora-rank", "max-loras"),
+        *("enable-tower-connector-lora", "enable-mixed-moe-lora-format", "lora-extra-vocab-size"),
+        *("language-model-only", "limit-mm-per-prompt", "mm-encoder-attn-backend", "mm-encoder-only"),
+        *("mm-encoder-tp-mode", "mm-processor-kwargs", "skip-mm-profiling"),
+        *("compilation-config", "cuda-graph-sizes", "cudagraph-capture-sizes", "optimization-level"),
+        *("max-cudagraph-capture-size", "max-seq-len-to-capture"),
+        *("all2all-backend", "enable-dbo", "enable-eplb", "eplb-config", "moe-backend"),
+        *("calculate-kv-scales", "convert", "enable-prompt-embeds", "runner", "task"),
+    }
+)
+"""Flags that move memory beside the KV cache in ways that no arithmetic of kvwatch's follows."""
+
 ALIASES: Mapping[str, str] = {"device-memory-utilization": "gpu-memory-utilization"}
 
 SHORT: Mapping[str, str] = {

@@ -231,6 +231,18 @@ def test_flags_that_the_known_parser_does_not_have() -> None:
     assert unknown(pending(elsewhere)) == "release_changed"
 
 
+def test_flags_whose_memory_nothing_here_follows() -> None:
+    lora = {"enable_lora": "true", "max_lora_rank": "256"}
+    found = pending(start(beside=lora))
+    assert changes(found) == {"enable_lora": (None, "true"), "max_lora_rank": (None, "256")}
+    assert unknown(found) == "flags_not_modelled"
+    assert changes(pending(start(beside=lora), launch={"beside": lora})) == {}
+    assert changes(pending(start(beside={"enable_lora": "false"}))) == {}
+    longer = start(replace(RUNNING, max_model_len=131072), beside=lora)
+    assert unknown(pending(longer)) == "flags_not_modelled"
+    assert blocked_by(pending(start(beside=lora), other=20 * GIB)) == "free_memory"
+
+
 # --- environment and files -----------------------------------------------------------------------------
 
 

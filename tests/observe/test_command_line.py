@@ -260,6 +260,36 @@ def test_unknown_flags_by_name_only() -> None:
     assert "s3cret" not in repr(line)
 
 
+def test_what_the_present_parser_has_no_more() -> None:
+    line = parse("m --disable-log-requests --use-v2-block-manager --num-scheduler-steps 8 -tp 2")
+    assert line.unknown_flags == (
+        "--disable-log-requests",
+        "--use-v2-block-manager",
+        "--num-scheduler-steps",
+    )
+    assert line.flags == Flags(model="m", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "beside"),
+    [
+        ("--enable-lora --max-lora-rank=64", {"enable_lora": "true", "max_lora_rank": "64"}),
+        ("--no-enable-lora", {"enable_lora": "false"}),
+        ("-O3", {"optimization_level": "3"}),
+        ("-O=3", {"optimization_level": "3"}),
+        ("-O 3", {"optimization_level": "3"}),
+        ("-cc.cudagraph_mode=NONE", {"compilation_config.cudagraph_mode": "NONE"}),
+        ("--limit-mm-per-prompt.image 3", {"limit_mm_per_prompt.image": "3"}),
+        ('--compilation-config {"mode":3}', {"compilation_config": '{"mode":3}'}),
+        ("--cudagraph-capture-sizes 1 2 4 --port 1", {"cudagraph_capture_sizes": "1 2 4"}),
+        ("--api-key s3cret --chat-template x", {}),
+    ],
+)
+def test_flags_beside_those_that_are_followed(words: str, beside: dict[str, str]) -> None:
+    line = parse(f"m {words}")
+    assert (line.beside, line.flags) == (beside, Flags(model="m"))
+
+
 def test_what_follows_an_unknown_flag_is_not_the_model() -> None:
     assert parse("--new-secret s3cret").flags.model is None
 

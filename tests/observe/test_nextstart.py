@@ -28,6 +28,11 @@ def test_without_any_source_the_command_line_starts_it_again(tmp_path: Path) -> 
     assert found.version == "0.32.0"
 
 
+def test_flags_beside_those_that_are_followed_come_along(tmp_path: Path) -> None:
+    server = RunningServer(tmp_path, "--enable-lora")
+    assert server.known().beside == server.launch.beside == {"enable_lora": "true"}
+
+
 def test_a_config_file_as_it_is_now(tmp_path: Path) -> None:
     server = RunningServer(tmp_path, "--config", "/etc/vllm.yaml")
     assert [failure.reason for failure in server.known().failures] == ["config_unreadable"]
