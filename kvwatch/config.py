@@ -195,7 +195,37 @@ def size(value: object) -> int:
     return int(float(number) * factor)
 
 
-def _url(value: object) -> str:
+UNIX = "unix:"
+_LISTEN_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]*)):(?P<port>[0-9]{1,5})")
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of ``host:port``, ``[v6]:port`` or ``:port``, whose host is empty.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    match = _LISTEN_ADDRESS.fullmatch(address)
+    if match is None or int(match["port"]) > 0xFFFF:
+        raise ValueError(
+            f"{address!r} is not an address to listen on (host:port, [v6]:port, :port, unix:/path)"
+        )
+    return match["v6"] or match["host"], int(match["port"])
+
+
+def _listen_address(value: object) -> str:
+    text = plain_text(value)
+    if not text.startswith(UNIX):
+        host_and_port(text)
+    return text
+
+
+def web_address(value: object) -> str:
+    """``http://host:port`` or ``https://host/path``, without a slash at the end.
+
+    Raises:
+        ValueError: it is none of these.
+    """
     text = plain_text(value).rstrip("/")
     if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
         raise ValueError(f"{value!r} is not an http:// or https:// address")
@@ -227,7 +257,7 @@ def _web(section: Section | None, file: Callable[[object], Path]) -> Web:
         return default
     with section.closing():
         return Web(
-            listen_addresses=section.values("listen_address", plain_text, default.listen_addresses),
+            listen_addresses=section.values("listen_address", _listen_address, default.listen_addresses),
             config_file=section.value("config_file", file, default.config_file),
             max_scrapes=section.value("max_scrapes", count, default.max_scrapes),
             enable_reload=section.value("enable_reload", boolean, default=default.enable_reload),
@@ -291,7 +321,7 @@ def _server(section: Section, file: Callable[[object], Path]) -> ServerConfig:
     with section.closing():
         flags = section.section("flags")
         return ServerConfig(
-            url=section.required("url", _url),
+            url=section.required("url", web_address),
             name=section.value("name", plain_text, None),
             gpus=section.values("gpus", plain_text, ()) or None,
             flags=flags.flags() if flags else NO_FLAGS,

@@ -14,6 +14,7 @@ from kvwatch.config import Config
 from kvwatch.observe.cycle import Observation, ObservedServer
 from kvwatch.observe.host import DAC_READ_SEARCH, SYS_PTRACE, Access, Host
 from kvwatch.observe.records import Failure, NvmlRecord, ProcessRecord, VllmRecord
+from kvwatch.units import counted
 
 EXIT_WELL, EXIT_MISSING, EXIT_CANNOT_WORK = 0, 1, 2
 MIN_OPEN_FILES = 1024
@@ -269,7 +270,7 @@ def _page(subject: str, page: VllmRecord | Failure) -> Iterator[Check]:
         yield Check(subject, State.MISSING, page.detail, costs, _VLLM_GRANTS.get(page.reason, _VLLM_GRANT))
         return
     yield Check(
-        subject, State.OK, f"answers, release {page.version or 'unknown'}, {len(page.engines)} engines"
+        subject, State.OK, f"answers, release {page.version or 'unknown'}, {counted(len(page.engines), 'engine')}"
     )
     for failure in page.failures:
         yield Check(

@@ -16,6 +16,11 @@ def bytes_text(number: int) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: ``1 server``, ``2 servers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def duration_text(seconds: float) -> str:
     """A span in its two largest units: ``3 d 4 h``, ``12 min``, ``45 s``."""
     rest = int(seconds)

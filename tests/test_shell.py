@@ -11,7 +11,7 @@ from tests.support import ROOT
 from tools.build_shell import man_page, stale
 
 COMPLETION = ROOT / "share" / "bash-completion" / "completions" / "kvwatch"
-REQUESTS = (".TH", ".SH", ".SS", ".TP", ".PP", ".B", ".I", '.\\"')
+REQUESTS = (".TH", ".SH", ".SS", ".TP", ".PP", ".nf", ".fi", ".B", ".I", '.\\"')
 
 
 def test_both_are_up_to_date() -> None:

@@ -34,12 +34,19 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command with its arguments by group; those of no named group come first, under an empty title."""
+    """One command with its arguments by group; those of no named group come first, under an empty title.
+
+    Attributes:
+        notes: what the groups say of themselves, by title.
+        examples: command lines.
+    """
 
     name: str
     summary: str
     description: str
     groups: Mapping[str, tuple[Argument, ...]]
+    notes: Mapping[str, str]
+    examples: tuple[str, ...]
     epilog: str
 
 
@@ -54,12 +61,18 @@ def _command(name: str, summary: str) -> Command:
     for group in found._action_groups:
         title = "" if group.title in _PLAIN else group.title or ""
         groups[title] = groups.get(title, ()) + tuple(_arguments(group._group_actions))
+    notes = {group.title: group.description for group in found._action_groups if group.title}
+    lines = (found.epilog or "").splitlines()
+    examples = tuple(line.strip() for line in lines if line.startswith("  "))
+    prose = " ".join(line for line in lines if not line.startswith("  ") and line != "examples:")
     return Command(
         name=name,
         summary=summary,
         description=_one_line(found.description),
         groups={title: arguments for title, arguments in groups.items() if arguments},
-        epilog=_one_line(found.epilog),
+        notes={title: _one_line(note) for title, note in notes.items() if note},
+        examples=examples,
+        epilog=_one_line(prose),
     )
 
 

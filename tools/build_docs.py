@@ -63,12 +63,16 @@ def cli_page() -> str:
 
 def _command(command: Command) -> Iterator[str]:
     yield f"## kvwatch {command.name}\n\n{command.description}\n"
+    if command.examples:
+        yield "\n".join(("```sh", *command.examples, "```", ""))
     for title, arguments in command.groups.items():
+        if note := command.notes.get(title):
+            yield f"{title}: {note}.\n"
         yield f"| {title or 'argument'} | meaning |\n|---|---|"
         yield from (f"| `{_cell(one.usage)}` | {_cell(one.meaning)} |" for one in arguments)
         yield ""
     if command.epilog:
-        yield f"{command.epilog}\n"
+        yield f"{command.epilog[0].upper()}{command.epilog[1:]}.\n"
 
 
 def configuration_page() -> str:

@@ -49,7 +49,11 @@ def _man_command(command: Command) -> Iterator[str]:
     for title, arguments in command.groups.items():
         if title:
             yield f'.SS "{_roff(title)}"'
+            if note := command.notes.get(title):
+                yield _roff(note)
         yield from _terms((one.usage, one.meaning) for one in arguments)
+    if command.examples:
+        yield from (".SS Examples", ".nf", *map(_roff, command.examples), ".fi")
     if command.epilog:
         yield from (".PP", _roff(command.epilog))
 

@@ -14,6 +14,7 @@ from kvwatch.observe.capture import Capture, capture_bytes, take_capture
 from kvwatch.observe.cycle import Observer
 from kvwatch.observe.local import LocalSources
 from kvwatch.observe.records import Failure
+from kvwatch.units import counted
 
 EXIT_NOT_WRITTEN = 1
 STANDARD_OUTPUT = Path("-")
@@ -25,17 +26,18 @@ def add_parser(commands: Any) -> None:
         "capture",
         description="Looks at this node once and writes to FILE what was seen: GPUs, processes, servers,"
         " their models and the configuration. Command lines, environments, user names, home directories and"
-        " anything like a key are left out; the file itself says so.",
-        epilog="kvwatch status --replay FILE shows on any machine what was seen here",
+        " anything like a key are left out; the file itself says so. kvwatch status"
+        " --replay FILE shows on any machine what was seen here.",
+        epilog="exit code: 0 written, 1 FILE cannot be written, 2 wrong configuration or argument",
     )
     parser.add_argument(
         "file",
         metavar="FILE",
         type=Path,
-        help="where to write, compressed when the name ends in .gz; - for standard output",
+        help="where to write, compressed where the name ends in .gz; - for standard output",
     )
-    parser.add_argument("--force", action="store_true", help="overwrite the file")
-    parser.add_argument("--keep-names", action="store_true", help="leave user names as they are")
+    parser.add_argument("--force", action="store_true", help="overwrite FILE where there is one")
+    parser.add_argument("--keep-names", action="store_true", help="keep the names of users")
     add_config_argument(parser)
     parser.set_defaults(run=run)
 
@@ -88,7 +90,7 @@ def write_private(path: Path, data: bytes, *, overwrite: bool) -> None:
 def summary(capture: Capture, file: Path, size: int) -> str:
     """What the file holds, what it does not, and what to do with it."""
     seen = capture.observation
-    gpus = "no GPUs" if isinstance(seen.nvml, Failure) else f"{len(seen.nvml.gpus)} GPUs"
+    gpus = "no GPUs" if isinstance(seen.nvml, Failure) else counted(len(seen.nvml.gpus), "GPU")
     processes = (
         "no processes"
         if isinstance(seen.processes, Failure)
@@ -97,7 +99,7 @@ def summary(capture: Capture, file: Path, size: int) -> str:
     failures = [source.failure for source in seen.sources if source.failure]
     return "\n".join(
         [
-            f"{file}: {size} bytes with {gpus}, {processes} and {len(seen.servers)} vLLM servers",
+            f"{file}: {size} bytes with {gpus}, {processes} and {counted(len(seen.servers), 'vLLM server')}",
             *(f"not seen: {failure.source}: {failure.detail}" for failure in failures),
             "left out:",
             *(f"  {sentence}" for sentence in capture.removed or ("nothing",)),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvwatch.cli.common import EXIT_USAGE, config_or_complain
+from kvwatch.units import counted
 
 
 def add_parser(commands: Any) -> None:
@@ -14,8 +15,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "check-config",
         description="Checks a configuration file and names the line and field of the first error.",
+        epilog="exit code: 0 the file can be used, 2 it cannot",
     )
-    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("file", metavar="FILE", type=Path, help="the file, such as /etc/kvwatch/kvwatch.yaml")
     parser.set_defaults(run=run)
 
 
@@ -24,5 +26,6 @@ def run(args: argparse.Namespace) -> int:
     config = config_or_complain(args.file)
     if config is None:
         return EXIT_USAGE
-    print(f"{args.file}: ok, {len(config.servers)} servers, {len(config.plans)} plans")
+    servers, plans = counted(len(config.servers), "server"), counted(len(config.plans), "plan")
+    print(f"{args.file}: ok, {servers}, {plans}")
     return 0

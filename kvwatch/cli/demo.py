@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from kvwatch.cli.common import add_log_arguments
+from kvwatch.cli.common import add_log_arguments, positive_number
 from kvwatch.cli.run import serve
 from kvwatch.config import Config
 from kvwatch.daemon import Daemon
@@ -37,22 +37,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--speed",
         metavar="FACTOR",
-        type=_factor,
+        type=positive_number,
         default=120.0,
         help="simulated seconds per second (default: %(default)g: a round takes 30 s)",
     )
     parser.add_argument(
-        "--duration", metavar="SECONDS", type=_factor, help="end after this many real seconds"
+        "--duration", metavar="SECONDS", type=positive_number, help="end after so many real seconds"
     )
     add_log_arguments(parser)
     parser.set_defaults(run=run)
-
-
-def _factor(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from kvwatch.export.webconfig import load_web_config
 from kvwatch.observe.cycle import Observation, Observer
 from kvwatch.observe.host import Access, read_access, read_host
 from kvwatch.observe.local import LocalSources
+from kvwatch.units import counted
 from kvwatch.yamlfile import ConfigError
 
 SCHEMA = 1
@@ -37,7 +38,9 @@ def add_parser(commands: Any) -> None:
         epilog="exit code: 0 nothing is missing, 1 something is, 2 kvwatch cannot work here",
     )
     add_config_argument(parser)
-    parser.add_argument("--textfile", metavar="PATH", type=Path, help="check that kvwatch run can write it")
+    parser.add_argument(
+        "--textfile", metavar="PATH", type=Path, help="check also that kvwatch run could write this file"
+    )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.set_defaults(run=run)
 
@@ -79,7 +82,8 @@ def _look(args: argparse.Namespace) -> Seen:
         grant = f"correct it; then: kvwatch check-config {args.config or 'FILE'}"
         broken = Check("configuration", State.FATAL, str(error), _NO_START, grant)
         return Seen(Config(), host, None, setup=(broken,))
-    found = f"{config.source}: {len(config.servers)} servers, {len(config.plans)} plans"
+    servers, plans = counted(len(config.servers), "server"), counted(len(config.plans), "plan")
+    found = f"{config.source}: {servers}, {plans}"
     setup = [
         Check("configuration", State.OK, found if config.source else "none: the defaults"),
         *_files(config),

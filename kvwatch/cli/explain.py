@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvwatch.blockmath.flags import Flags
-from kvwatch.cli.common import complain
+from kvwatch.cli.common import EXIT_USAGE, complain, file_error, release
 from kvwatch.forecast.diagnosis import Advice, Diagnosis
 from kvwatch.forecast.explain import explain
 from kvwatch.observe.logline import MAX_LINE
@@ -25,17 +25,17 @@ def add_parser(subparsers: Any) -> None:
     """Add the `explain` command to an argparse subparsers object."""
     parser = subparsers.add_parser(
         "explain",
-        description="Read a vLLM server's log and say what failed, why, and what to change.",
-        epilog="Exit status: 0 nothing failed, 1 a failure was found, 2 the log could not be read.",
+        description="Reads a vLLM server's log and says what failed, why, and what to change.",
+        epilog="exit code: 0 nothing failed, 1 a failure was found, 2 the log could not be read",
     )
     parser.add_argument(
         "logfile", nargs="?", default="-", metavar="LOGFILE", help="the log; - or none: standard input"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    parser.add_argument("--json", action="store_true", help="the same as JSON, on one line")
     parser.add_argument(
         "--each-line",
         action="store_true",
-        help="with --json: look at each line by itself and print one JSON object per line",
+        help="with --json: look at each line by itself, one JSON object per line",
     )
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
@@ -48,23 +48,27 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME",
         help="the same, by the model's path or its hub id (looked up in the local cache)",
     )
-    parser.add_argument("--vllm-version", metavar="X.Y.Z", help="the release, where the log does not say it")
+    parser.add_argument(
+        "--vllm-version", metavar="X.Y.Z", type=release, help="the release, where the log does not tell it"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `kvwatch explain`; returns the exit status."""
     if args.each_line and not args.json:
-        complain("explain: --each-line goes with --json")
-        return UNREADABLE
+        complain("--each-line goes with --json")
+        return EXIT_USAGE
     try:
         with _open(args.logfile) as stream:
             if args.each_line:
                 return _print_each_line(_lines(stream))
             log = read_log(_lines(stream))
         config = _config(args)
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        complain(f"{error.filename or args.logfile}: {error.strerror or error}")
+        complain(file_error(error))
         return UNREADABLE
     except ValueError as error:
         complain(str(error))

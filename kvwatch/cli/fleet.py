@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
-from kvwatch.cli.common import EXIT_USAGE, complain
+from kvwatch.cli.common import EXIT_USAGE, argument, complain, positive_number
+from kvwatch.config import web_address
 from kvwatch.fleet.api import Access, ApiError, PrometheusApi
 from kvwatch.fleet.survey import Fleet, survey
 from kvwatch.fleet.text import fleet_json, fleet_text
@@ -29,6 +29,7 @@ def add_parser(commands: Any) -> None:
         "--prometheus",
         required=True,
         metavar="URL",
+        type=argument(web_address),
         help="the API without /api/v1, such as http://prometheus:9090 or https://mimir/prometheus",
     )
     parser.add_argument("--match", default="", metavar="MATCHERS", help="only these nodes: 'cluster=\"eu\"'")
@@ -42,14 +43,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--header",
         action="append",
-        type=_header,
+        type=argument(_header),
         default=[],
         metavar="NAME:VALUE",
         help="sent with every query, repeatable: 'X-Scope-OrgID: team'",
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=positive_number,
         default=30.0,
         metavar="SECONDS",
         help="for one query (default: %(default)g)",
@@ -91,12 +92,5 @@ def exit_code(fleet: Fleet) -> int:
 def _header(text: str) -> tuple[str, str]:
     name, colon, value = text.partition(":")
     if not colon or not name.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME:VALUE")
+        raise ValueError(f"{text!r} is not NAME:VALUE")
     return name.strip(), value.strip()
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number

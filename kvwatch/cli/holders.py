@@ -16,9 +16,9 @@ def add_parser(commands: Any) -> None:
     """The command's arguments."""
     parser = commands.add_parser(
         "holders",
-        description="Everyone who holds VRAM, with owner, age and workload; what each server's next start"
-        " would gain if it went; and the command to stop it, which kvwatch itself never runs.",
-        epilog="exit code: 0, or 2 where NVML or /proc gave no answer",
+        description="Lists everyone who holds VRAM, with owner, age and workload; what each server's next"
+        " start would gain if it went; and the command to stop it, which kvwatch itself never runs.",
+        epilog="exit code: 0 seen, 2 NVML or /proc gave no answer",
     )
     add_look_arguments(parser)
     parser.set_defaults(run=run)

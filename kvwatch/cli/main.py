@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 
 from kvwatch import __version__
+from kvwatch.cli.common import EXIT_USAGE, complain, file_error
+
+EXIT_BROKEN_PIPE = 128 + 13
+"""What a shell reports for a program that SIGPIPE ended."""
+EXIT_INTERRUPTED = 128 + 2
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -49,13 +57,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     # numpy would start a thread per core, with memory for each, for sums of a hundred numbers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a name in another alphabet than the terminal's
+    try:
+        return _run(argv)
+    except BrokenPipeError:
+        _drop_output()
+        return EXIT_BROKEN_PIPE
+    except OSError as error:
+        _drop_output()
+        complain(file_error(error))
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _run(argv: Sequence[str]) -> int:
     command = next((word for word in argv if not word.startswith("-")), None)
     args = parser(command).parse_args(argv)
-    try:
-        code: int = args.run(args)
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
-    except KeyboardInterrupt:
-        return 130
+    code: int = args.run(args)
+    if sys.stdout is not None:
+        sys.stdout.flush()
     return code
+
+
+def _drop_output() -> None:
+    """Let the interpreter's own flush at the end not fail a second time."""
+    with suppress(OSError, AttributeError), Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())

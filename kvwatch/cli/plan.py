@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvwatch.blockmath.gpus import GPUS, Gpu, find_gpu
 from kvwatch.blockmath.releases import Release
 from kvwatch.blockmath.weights import weight_bytes
 from kvwatch.cli import plan_batch, plan_document, plan_text
-from kvwatch.cli.common import EXIT_USAGE
+from kvwatch.cli.common import EXIT_USAGE, complain, positive_count, release
 from kvwatch.cli.plan_flags import add_flag_options, flags_of
 from kvwatch.cli.plan_sweep import parse_axes
 from kvwatch.forecast.roofline import DecodeEstimate, decode_estimates, largest_batch
@@ -81,12 +80,16 @@ def add_parser(commands: Any) -> None:
         "--gpu-memory", metavar="SIZE", help="what CUDA reports as total, such as 79.2GiB, if known better"
     )
     card.add_argument(
-        "--count", metavar="N", type=_positive, help="cards (default: as many as the flags ask)"
+        "--count", metavar="N", type=positive_count, help="cards (default: as many as the flags ask)"
     )
     card.add_argument("--gpus", action="store_true", help="list the cards with the sources of their figures")
     known = parser.add_argument_group("what is known better than from config.json")
     known.add_argument(
-        "--vllm-version", metavar="X.Y.Z", default=Release.LATEST.text, help="default: %(default)s"
+        "--vllm-version",
+        metavar="X.Y.Z",
+        type=release,
+        default=Release.LATEST.text,
+        help="the release that would start (default: %(default)s)",
     )
     known.add_argument("--weight-memory", metavar="SIZE", help="weights on each GPU, as a log tells them")
     known.add_argument(
@@ -106,8 +109,8 @@ def add_parser(commands: Any) -> None:
     what.add_argument(
         "--context",
         metavar="N",
-        type=_positive,
-        help=f"tokens per request in the decoding estimate ({CONTEXT})",
+        type=positive_count,
+        help=f"tokens of each request in the decoding estimate (default: {CONTEXT})",
     )
     what.add_argument(
         "--batch", metavar="FILE", help="plans as JSON lines (.gz too, - standard input), one answer each"
@@ -129,13 +132,11 @@ def run(args: argparse.Namespace) -> int:
         if args.batch is not None:
             return plan_batch.run(args.batch, args.configs, weights=args.weights)
         return _run(args)
-    except BrokenPipeError:
-        raise
     except Refused as refusal:
-        print(f"kvwatch plan: vLLM refuses this: {refusal}", file=sys.stderr)
+        complain(f"vLLM refuses this: {refusal}")
         return EXIT_FAILS
-    except (Unsupported, OSError, EOFError, ValueError) as error:
-        print(f"kvwatch plan: {error}", file=sys.stderr)
+    except (Unsupported, EOFError, ValueError) as error:
+        complain(str(error))
         return EXIT_USAGE
 
 
@@ -313,10 +314,3 @@ def _size(text: str, option: str) -> int:
     if power == 0 and float(number) < 1 << 20:
         raise InputError(f"{option} {text}: say the unit, such as {number}GiB")
     return int(float(number) * (1024 if binary else 1000) ** power)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number

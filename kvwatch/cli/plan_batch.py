@@ -52,7 +52,10 @@ def _reason(error: Exception) -> str:
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    row = json.loads(line)
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise TypeError("not a JSON object")
     return row

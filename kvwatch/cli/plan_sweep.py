@@ -45,7 +45,10 @@ def _name(text: str) -> str:
 def _value(name: str, text: str) -> Any:
     if text.strip().lower() in ("none", ""):
         return None
-    return getattr(Flags.from_mapping({name.replace("_", "-"): text.strip()}), name)
+    try:
+        return getattr(Flags.from_mapping({name.replace("_", "-"): text.strip()}), name)
+    except ValueError as error:
+        raise ValueError(f"--sweep {error}") from None
 
 
 _USUAL: Final[Mapping[str, tuple[Any, ...]]] = {

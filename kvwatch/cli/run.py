@@ -37,10 +37,12 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         description="Watches this node and serves the page for Prometheus.",
+        epilog="exit code: 0 it was told to stop, 1 it crashed or could not write the page, 2 wrong"
+        " configuration or address",
     )
     add_config_argument(parser)
     add_replay_argument(parser)
-    parser.add_argument("--once", action="store_true", help="one cycle; print the page and end")
+    parser.add_argument("--once", action="store_true", help="look once, print the page and end")
     parser.add_argument(
         "--textfile",
         metavar="PATH",
@@ -52,14 +54,14 @@ def add_parser(commands: Any) -> None:
         dest="listen_addresses",
         metavar="ADDRESS",
         action="append",
-        help="address to serve on, repeatable; overrides web.listen_address",
+        help="address to serve on, repeatable (default: :9744); overrides web.listen_address",
     )
     parser.add_argument(
         "--web.config.file",
         dest="web_config",
         metavar="FILE",
         type=Path,
-        help="TLS and passwords; overrides web.config_file",
+        help="TLS, passwords and headers, in exporter-toolkit's format; overrides web.config_file",
     )
     add_log_arguments(parser)
     parser.set_defaults(run=run)

@@ -19,7 +19,7 @@ def add_parser(commands: Any) -> None:
     """The command's arguments."""
     parser = commands.add_parser(
         "status",
-        description="One look at this node: GPUs with owners, servers with headroom, verdict and remedy.",
+        description="Looks at this node once: GPUs with owners, servers with headroom, verdict and remedy.",
         epilog="exit code: 0 every server would start again, 1 some would not, 2 unknown or error",
     )
     add_look_arguments(parser)

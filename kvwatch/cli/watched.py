@@ -45,7 +45,7 @@ def add_replay_argument(parser: argparse.ArgumentParser) -> None:
         "--replay",
         metavar="FILE",
         type=Path,
-        help="look at the captures in this file instead of this node, with the configuration captured there"
+        help="look at the captures in FILE instead of this node, with the configuration captured there"
         " unless --config is given",
     )
 

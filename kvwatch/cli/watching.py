@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 
-from kvwatch.cli.common import add_config_argument
+from kvwatch.cli.common import add_config_argument, argument
 from kvwatch.cli.screens import open_screen
 from kvwatch.cli.watched import Watched, add_replay_argument, watched_or_complain
 from kvwatch.config import duration
@@ -28,9 +28,9 @@ def add_look_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch",
         metavar="SECONDS",
         nargs="?",
-        type=duration,
+        type=argument(duration),
         const=CONFIGURED,
-        help="look again and again, so far apart (without SECONDS: the configured interval), until Ctrl-C",
+        help="look again and again until Ctrl-C, so far apart (without SECONDS: as poll.interval says)",
     )
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import stat
 from contextlib import suppress
 from pathlib import Path
 
-_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]*)):(?P<port>[0-9]{1,5})")
+from kvwatch.config import UNIX, host_and_port
+
 _BACKLOG = 128
-_UNIX = "unix:"
 _UNIX_MODE = 0o660
 
 
@@ -25,15 +24,17 @@ class Listener:
     def __init__(self, address: str) -> None:
         self._path: Path | None = None
         try:
-            if address.startswith(_UNIX):
-                self._path = Path(address.removeprefix(_UNIX))
+            if address.startswith(UNIX):
+                self._path = Path(address.removeprefix(UNIX))
                 self.socket = _bind_unix(self._path)
                 self.address = address
             else:
-                self.socket = _bind_tcp(*_host_and_port(address))
+                self.socket = _bind_tcp(*host_and_port(address))
                 self.address = _shown(self.socket.getsockname())
         except OSError as error:
-            raise OSError(error.errno, f"cannot listen on {address}: {error.strerror or error}") from error
+            # create_server adds the address, as a tuple, to the reason.
+            reason = (error.strerror or str(error)).partition(" (while ")[0]
+            raise OSError(f"cannot listen on {address}: {reason}") from error
         self.socket.settimeout(0.0)
 
     def close(self) -> None:
@@ -43,15 +44,6 @@ class Listener:
             # Its folder may be writable no more, once privileges were dropped.
             with suppress(OSError):
                 self._path.unlink()
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    match = _ADDRESS.fullmatch(address)
-    if match is None or int(match["port"]) > 0xFFFF:
-        raise ValueError(
-            f"{address!r} is not an address to listen on (host:port, [v6]:port, :port, unix:/path)"
-        )
-    return match["v6"] or match["host"], int(match["port"])
 
 
 def _bind_tcp(host: str, port: int) -> socket.socket:

@@ -118,7 +118,9 @@ def _authorization(access: Access) -> Callable[[requests.PreparedRequest], reque
     try:
         token = access.token_file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ApiError(f"{access.token_file}: {_plain(error)}") from None
+        raise ApiError(
+            f"{access.token_file}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}"
+        ) from None
 
     def add_token(request: requests.PreparedRequest) -> requests.PreparedRequest:
         request.headers["Authorization"] = f"Bearer {token}"
@@ -131,8 +133,16 @@ def _plain(error: Exception) -> str:
     """The cause without the chain of wrappers around it."""
     if isinstance(error, requests.exceptions.Timeout):
         return "no answer in time"
+    cause = _first_cause(error)
+    reason = getattr(cause, "verify_message", None) or getattr(cause, "strerror", None) or str(cause)
     if isinstance(error, requests.exceptions.SSLError):
-        return f"TLS: {error}"
+        return f"TLS: {reason}"
     if isinstance(error, requests.exceptions.ConnectionError):
-        return "no connection"
-    return getattr(error, "strerror", None) or str(error)
+        return f"no connection: {reason}"
+    return reason
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while inner := error.__cause__ or error.__context__:
+        error = inner
+    return error

@@ -43,14 +43,20 @@ def explain(
     """
     finding = log.root_cause
     if finding is None:
-        return Diagnosis(
-            None, "The log shows a server that started." if log.started else "Nothing failed in this log."
-        )
+        return _nothing_failed(log)
     told = replace(log.flags, **flags.given()) if flags is not None else log.flags
     start = FailedStart(log, finding, told, _release(log.version) or _release(version))
     checked = _check(start, config, device) if config is not None else Checked()
     diagnosis = RULES[finding.kind](replace(start, planner=checked.plan))
     return replace(diagnosis, checks=checked.sentences)
+
+
+def _nothing_failed(log: StartLog) -> Diagnosis:
+    if log.started:
+        return Diagnosis(None, "The log shows a server that started.")
+    known = log.information or log.version
+    doubt = () if known else ("No line of it is known from vLLM: is it a server's log, and all of it?",)
+    return Diagnosis(None, "Nothing failed in this log.", doubt)
 
 
 def _release(version: str | None) -> Release | None:

@@ -86,12 +86,73 @@ def test_check_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     path = tmp_path / "k.yaml"
     path.write_text("plans: {a: {max_model_len: 4k}}\n", encoding="utf-8")
     assert main(["check-config", str(path)]) == 0
-    assert "0 servers, 1 plans" in capsys.readouterr().out
+    assert "0 servers, 1 plan\n" in capsys.readouterr().out
     path.write_text("poll:\n  intervall: 1s\n", encoding="utf-8")
     assert main(["check-config", str(path)]) == 2
     assert capsys.readouterr().err == (
         f"kvwatch: {path}:2: poll.intervall: unknown field (did you mean interval?)\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"web: {listen_address: ':99999'}\n", ":1: web.listen_address[0]: ':99999' is not an address"),
+        (b"web:\n  listen_address: [':1', nonsense]\n", ":2: web.listen_address[1]: 'nonsense' is not an"),
+        (b"# caf\xe9\n", ": not UTF-8 text, from byte 5 on"),
+    ],
+)
+def test_check_config_refuses_what_run_would(
+    content: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "k.yaml"
+    path.write_bytes(content)
+    assert main(["check-config", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"kvwatch: {path}{told}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("demo", "--speed", "fast"), "--speed: 'fast' is not a number above 0"),
+        (("demo", "--duration", "inf"), "--duration: 'inf' is not a number above 0"),
+        (("fleet", "--prometheus", "http://p", "--timeout", "0"), "--timeout: '0' is not a number above 0"),
+        (("plan", "m", "--count", "x"), "--count: 'x' is not a whole number of at least 1"),
+        (("plan", "m", "--vllm-version", "x"), "--vllm-version: 'x' is not a vLLM version"),
+        (("explain", "--vllm-version", "x"), "--vllm-version: 'x' is not a vLLM version"),
+    ],
+)
+def test_a_refused_value_is_told_with_its_flag_and_what_is_right(
+    argv: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert f"error: argument {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [("plan", "--help"), ("plan", "--gpus")])
+def test_a_terminal_without_unicode_gets_what_it_can_show(argv: tuple[str, ...]) -> None:
+    done = kvwatch(*argv, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_full_disk_is_an_error_of_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [KVWATCH, "plan", "--gpus"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (2, "kvwatch: No space left on device\n")
+
+
+def test_a_reader_that_went_away_is_no_verdict() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        done = subprocess.run(
+            [KVWATCH, "plan", "--gpus"], stdout=gone, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("command", [["run"], ["run", "--once"], ["status"]])

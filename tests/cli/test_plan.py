@@ -234,7 +234,6 @@ def test_weights_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("config.json", "--gpu-memory", "80"), "say the unit"),
         (("config.json", "--gpu-memory", "much"), "not a size"),
         (("config.json", "--gpu", "H100", "--max-model-len", "long"), "max-model-len"),
-        (("config.json", "--gpu", "H100", "--vllm-version", "new"), "not a vLLM version"),
         (("config.json", "--gpu", "H100", "--sweep", "speed=1"), "speed"),
         (("config.json", "--gpu", "H100", "--sweep", "block-size"), "give its values"),
         (("config.json", "--gpu", "H100", "--sweep", "max-num-seqs=1,few"), "max-num-seqs"),

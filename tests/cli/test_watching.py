@@ -174,4 +174,4 @@ def test_a_wrong_interval_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as ended:
         main(["status", "--watch", "never"])
     assert ended.value.code == 2
-    assert "--watch: invalid duration value: 'never'" in capsys.readouterr().err
+    assert "--watch: 'never' is not a duration (15s, 500ms, 5m)" in capsys.readouterr().err

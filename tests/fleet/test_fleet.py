@@ -266,7 +266,15 @@ def test_says_what_is_wrong_with_an_answer(status: int, document: Any, message: 
 def test_says_that_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     assert main(["fleet", "--prometheus", url]) == 2
-    assert capsys.readouterr().err == f"kvwatch: {url}: no connection\n"
+    assert capsys.readouterr().err == f"kvwatch: {url}: no connection: Connection refused\n"
+
+
+@pytest.mark.parametrize("url", ["prometheus:9090", "ftp://prometheus", "http://"])
+def test_says_what_is_no_address(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fleet", "--prometheus", url])
+    assert ended.value.code == 2
+    assert f"--prometheus: {url!r} is not an http:// or https:// address" in capsys.readouterr().err
 
 
 def test_says_that_the_token_cannot_be_read(tmp_path: Path) -> None:

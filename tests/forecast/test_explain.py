@@ -112,7 +112,10 @@ def test_sample(sample: dict[str, Any]) -> None:
 
 
 def test_nothing_failed() -> None:
-    assert diagnose("hello").what == "Nothing failed in this log."
+    nothing = diagnose("hello")
+    assert nothing.what == "Nothing failed in this log."
+    assert nothing.why == ("No line of it is known from vLLM: is it a server's log, and all of it?",)
+    assert diagnose("INFO vLLM API server version 0.19.0").why == ()
     assert diagnose("INFO:     Application startup complete.").what == "The log shows a server that started."
 
 
