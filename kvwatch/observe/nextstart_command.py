@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvwatch.blockmath.errors import Unsupported
 from kvwatch.observe.command_line import server_arguments
@@ -18,9 +19,14 @@ _WRAPPERS = frozenset(
     {
         *("chrt", "ionice", "nice", "numactl", "schedtool", "taskset"),
         *("command", "dumb-init", "exec", "nohup", "nsys", "setsid", "stdbuf", "sudo", "systemd-cat"),
-        *("systemd-inhibit", "time", "timeout", "tini", "unbuffer", "uv"),
+        *("systemd-inhibit", "systemd-run", "time", "timeout", "tini", "unbuffer"),
+        *("catatonit", "chpst", "docker-init", "gosu", "runuser", "setpriv", "srun", "su-exec"),
+        *("conda", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "poetry", "rye", "uv", "uvx"),
+        *("screen", "su", "tmux"),
     }
 )
+_TAKE_SCRIPTS = frozenset({"runuser", "screen", "su", "tmux"})
+"""Wrappers whose last argument may be a shell's text."""
 _SHELLS = frozenset({"sh", "bash", "dash", "ash", "ksh", "zsh"})
 _CONTAINER_ENGINES = frozenset({"docker", "podman", "nerdctl"})
 _SHEBANG = re.compile(r"#!\s*\S*?(?:/env\s+(?:-S\s+)?)?(?:ba|da|a|k|z)?sh\b")
@@ -90,7 +96,8 @@ def _unwrapped(command: StartCommand, read: ReadText, levels: int) -> StartComma
     if program in _WRAPPERS:
         return _behind_wrapper(command, read, levels)
     if program in _CONTAINER_ENGINES:
-        return _in_container(command)
+        contained = _in_container(command)
+        return None if contained is None else _unwrapped(contained, read, levels - 1)
     text = _shell_text(argv, read)
     return None if text is None else _in_script(text, command, read, levels - 1)
 
@@ -118,20 +125,25 @@ def _behind_wrapper(command: StartCommand, read: ReadText, levels: int) -> Start
         known = program in _SHELLS | _WRAPPERS | {"env"}
         if known or server_arguments(argv[start:]) is not None:
             return _unwrapped(replace(command, argv=argv[start:]), read, levels - 1)
+    if basename(argv[0]) in _TAKE_SCRIPTS:
+        return _in_script(argv[-1], command, read, levels - 1)
     return None
 
 
 def _in_container(command: StartCommand) -> StartCommand | None:
-    """``docker run … vllm/vllm-openai:TAG ARGUMENTS``: the image's entry point is the server."""
+    """``docker run … IMAGE ARGUMENTS``: vLLM's own image has the server as its entry point."""
     argv = command.argv
     at = next((place for place, word in enumerate(argv) if _SERVER_IMAGE.search(word)), None)
-    if at is None or not {"run", "create"} & set(argv[:at]):
+    if at is None:
+        # Which word names another image only the options tell, unless a server follows it.
+        servers = (place for place in range(2, len(argv)) if server_arguments(argv[place:]) is not None)
+        at = next(servers, 0) - 1
+    if at < 0 or not {"run", "create"} & set(argv[:at]):
         return None
     options = argv[:at]
-    if any(option == "--entrypoint" or option.startswith("--entrypoint=") for option in options):
-        raise Unsupported("other_entrypoint", "the container is started with another --entrypoint")
     environment = _container_environment(options, command.environment)
-    return container_command(argv[at], None, argv[at + 1 :], environment)
+    entrypoint = list(_values_of(options, "--entrypoint"))[-1:] or None
+    return container_command(argv[at], entrypoint, argv[at + 1 :], environment)
 
 
 def container_command(
@@ -160,18 +172,21 @@ def container_command(
 
 def _container_environment(options: Sequence[str], outer: Mapping[str, str]) -> dict[str, str]:
     given: dict[str, str] = {}
-    for place, option in enumerate(options):
-        name, _, attached = option.partition("=")
-        if option in ("-e", "--env"):
-            text = options[place + 1] if place + 1 < len(options) else ""
-        elif name == "--env":
-            text = attached
-        else:
-            continue
+    for text in _values_of(options, "-e", "--env"):
         variable, equals, value = text.partition("=")
         if equals or variable in outer:
             given[variable] = value if equals else outer[variable]
     return given
+
+
+def _values_of(options: Sequence[str], *names: str) -> Iterator[str]:
+    """``--name VALUE`` and ``--name=VALUE``."""
+    for option, following in zip(options, (*options[1:], ""), strict=True):
+        name, equals, attached = option.partition("=")
+        if option in names:
+            yield following
+        elif equals and name in names:
+            yield attached
 
 
 # --- shells --------------------------------------------------------------------------------------------
@@ -244,22 +259,26 @@ def sole_server(text: str, command: StartCommand, read: ReadText) -> StartComman
     return _fully_known(found)
 
 
-def sole(names: Sequence[str], command: Callable[[str], StartCommand | None]) -> StartCommand:
-    """The server among services or containers.
+def sole(
+    named: Iterable[tuple[str, Mapping[str, Any]]],
+    command: Callable[[Mapping[str, Any]], StartCommand | None],
+) -> StartCommand:
+    """The server among services or containers, of which several may have the same name.
 
     Raises:
         Unsupported: none of them is one, several are, or the only one cannot be told.
     """
-    found: dict[str, StartCommand] = {}
+    found: list[tuple[str, StartCommand]] = []
     problem: Unsupported | None = None
-    for name in names:
+    for name, given in named:
         try:
-            if (server := command(name)) is not None:
-                found[name] = server
+            if (server := command(given)) is not None:
+                found.append((name, server))
         except Unsupported as unsupported:
             problem = problem or unsupported
     if len(found) == 1:
-        return next(iter(found.values()))
+        return found[0][1]
     if found:
-        raise Unsupported("several_servers", f"{', '.join(found)} are vLLM servers: name one in kvwatch.yaml")
+        names = ", ".join(name for name, _ in found)
+        raise Unsupported("several_servers", f"{names} are vLLM servers: name one in kvwatch.yaml")
     raise problem or Unsupported("no_server_command", "nothing in it starts a vLLM server")

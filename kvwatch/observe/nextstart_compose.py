@@ -16,10 +16,13 @@ from kvwatch.observe.nextstart_command import (
     serving_command,
     sole,
 )
-from kvwatch.observe.nextstart_systemd import environment_file
 
 _MERGED = frozenset({"environment", "env_file"})
-_VARIABLE = re.compile(r"\$(?:(\$)|([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:(:?[-?+])([^{}]*))?\})")
+_ALTERNATIVE = r"(?:[^{}]|\$\{[^{}]*\})*"
+_VARIABLE = re.compile(rf"\$(?:(\$)|([A-Za-z_]\w*)|\{{([A-Za-z_]\w*)(?:(:?[-?+])({_ALTERNATIVE}))?\}}|\{{)")
+_DOTENV = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*?)\s*$")
+_QUOTED = re.compile(r"'([^']*)'|\"((?:[^\"\\]|\\.)*)\"")
+_COMMENT = re.compile(r"(?:^|\s+)#.*")
 
 
 def compose_command(
@@ -42,10 +45,10 @@ def compose_command(
     chosen = services if service is None else {service: services[service]}
     variables = _dotenv(read, folder)
 
-    def command(name: str) -> StartCommand | None:
-        return serving_command(_Service(chosen[name], variables, read, folder).command(), read)
+    def command(given: Mapping[str, Any]) -> StartCommand | None:
+        return serving_command(_Service(given, variables, read, folder).command(), read)
 
-    return sole(list(chosen), command)
+    return sole(chosen.items(), command)
 
 
 def _merged(documents: Sequence[Any]) -> dict[str, dict[str, Any]]:
@@ -80,7 +83,7 @@ def _scalar(value: object) -> str:
 
 def _dotenv(read: ReadText, folder: str) -> dict[str, str]:
     try:
-        return environment_file(read(f"{folder}/.env"))
+        return dotenv(read(f"{folder}/.env"))
     except (OSError, Unsupported):
         return {}
 
@@ -134,27 +137,67 @@ class _Service:
     def _file(self, file: object) -> dict[str, str]:
         path = str(file.get("path", "")) if isinstance(file, Mapping) else str(file)
         try:
-            return environment_file(self.read(path if path.startswith("/") else f"{self.folder}/{path}"))
+            return dotenv(self.read(path if path.startswith("/") else f"{self.folder}/{path}"))
         except (OSError, Unsupported):
             return {}
 
     def _text(self, text: str) -> str:
-        """``$NAME`` and ``${NAME:-default}`` from ``.env``; ``$$`` is a dollar."""
-        return _VARIABLE.sub(self._variable, text)
+        return _interpolated(text, self.variables)
 
-    def _variable(self, found: re.Match[str]) -> str:
+
+# --- variables -----------------------------------------------------------------------------------------
+
+
+def _interpolated(text: str, variables: Mapping[str, str]) -> str:
+    """``$NAME`` and ``${NAME:-default}``, one within another's default too; ``$$`` is a dollar.
+
+    Raises:
+        Unsupported: a variable is not among those given: the shell that runs compose may set it.
+    """
+
+    def value(found: re.Match[str]) -> str:
         dollar, plain, braced, operator, alternative = found.groups()
         if dollar:
             return "$"
         name = plain or braced
-        value = self.variables.get(name)
+        if name is None:
+            raise Unsupported("broken_variable", "a ${ that is no variable of compose's")
+        value = variables.get(name)
         given = value is not None and (value != "" or not (operator or "").startswith(":"))
         match (operator or "?")[-1], given:
             case ("-", False) | ("+", True):
-                return str(alternative)
+                return _interpolated(alternative, variables)
             case ("+", False):
                 return ""
             case ("?", False):
                 detail = f"the compose file uses ${name}, which .env does not set"
                 raise Unsupported("undefined_variable", detail)
         return value or ""
+
+    return _VARIABLE.sub(value, text)
+
+
+def dotenv(text: str) -> dict[str, str]:
+    """Variables of an ``.env`` file or ``env_file``: ``export`` and comments may be there, and variables.
+
+    One whose value cannot be told is left out.
+    """
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if match := _DOTENV.match(line):
+            found.pop(match[1], None)
+            try:
+                found[match[1]] = _dotenv_value(match[2], found)
+            except Unsupported:
+                continue
+    return found
+
+
+def _dotenv_value(text: str, variables: Mapping[str, str]) -> str:
+    quoted = _QUOTED.match(text)
+    if quoted is None:
+        return _interpolated(_COMMENT.sub("", text), variables)
+    literal, expanded = quoted.groups()
+    if literal is not None:
+        return str(literal)
+    return re.sub(r"\\([\\\"$])", r"\1", _interpolated(expanded, variables))

@@ -32,14 +32,14 @@ def manifest_command(
     Raises:
         Unsupported: none or several serve, or the command depends on what the manifest does not say.
     """
-    found = {
-        f"{name}/{one.get('name')}": one
+    found = [
+        (f"{name}/{one.get('name')}", one)
         for name, one in _containers(documents)
         if workload in (None, name) and container in (None, one.get("name"))
-    }
+    ]
     if not found:
         raise Unsupported("no_such_container", "the manifest has no such workload or container")
-    return sole(list(found), lambda name: serving_command(_command(found[name]), read))
+    return sole(found, lambda one: serving_command(_command(one), read))
 
 
 def _containers(documents: Sequence[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -19,23 +19,29 @@ SYSTEM_PATHS = (
     "/etc/systemd/system.control",
     "/run/systemd/system.control",
     "/run/systemd/transient",
+    "/run/systemd/generator.early",
     "/etc/systemd/system",
     "/run/systemd/system",
+    "/run/systemd/generator",
     "/usr/local/lib/systemd/system",
     "/usr/lib/systemd/system",
     "/lib/systemd/system",
+    "/run/systemd/generator.late",
 )
 _USER_PATHS = (
     "{home}/.config/systemd/user.control",
     "/run/user/{uid}/systemd/user.control",
     "/run/user/{uid}/systemd/transient",
+    "/run/user/{uid}/systemd/generator.early",
     "{home}/.config/systemd/user",
     "/etc/systemd/user",
     "/run/user/{uid}/systemd/user",
     "/run/systemd/user",
+    "/run/user/{uid}/systemd/generator",
     "{home}/.local/share/systemd/user",
     "/usr/local/lib/systemd/user",
     "/usr/lib/systemd/user",
+    "/run/user/{uid}/systemd/generator.late",
 )
 _NULL = "/dev/null"
 _SECTION = "Service"

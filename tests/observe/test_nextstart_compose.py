@@ -132,6 +132,32 @@ def test_only_variables_with_a_bearing_are_kept(server: RunningServer, tmp_path:
     assert "secret" not in repr(found)
 
 
+DOTENV = """
+# the card has 80 GB
+export LEN=8192
+SEQS = 64   # as measured
+BASE='--enforce-eager'
+MORE="$BASE --max-num-batched-tokens ${TOKENS:-2048}" # quoted
+UNTOLD=${FROM_THE_SHELL}
+"""
+
+
+def test_variables_of_the_dotenv_file(server: RunningServer, tmp_path: Path) -> None:
+    write(tmp_path, DOTENV, ".env")
+    told = "command: --max-model-len ${LONG:-${LEN}} --max-num-seqs $SEQS $MORE"
+    assert server.flags(launch_file(write(tmp_path, compose(service(OFFICIAL, told))))) == {
+        "max_model_len": 8192,
+        "max_num_seqs": 64,
+        "enforce_eager": True,
+        "max_num_batched_tokens": 2048,
+    }
+    for unknown in ("$UNTOLD", "${LONG:-$UNTOLD}"):
+        path = write(tmp_path, compose(service(OFFICIAL, f"command: --max-model-len {unknown}")))
+        assert server.reason(launch_file(path)) == "undefined_variable"
+    path = write(tmp_path, compose(service(OFFICIAL, "command: --hf-overrides ${X:-{}}")))
+    assert server.reason(launch_file(path)) == "broken_variable"
+
+
 def test_one_of_two_servers_is_named(server: RunningServer, tmp_path: Path) -> None:
     services = [service(OFFICIAL, f"command: --max-model-len {n}", name=f"s{n}") for n in (1, 2)]
     path = write(tmp_path, compose(*services))

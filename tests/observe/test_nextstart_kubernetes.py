@@ -144,6 +144,13 @@ def test_what_cannot_be_told_is_said(server: RunningServer, tmp_path: Path, reas
     assert server.reason(launch_file(write(tmp_path, one))) == reason
 
 
+def test_objects_of_one_name_are_several_all_the_same(server: RunningServer, tmp_path: Path) -> None:
+    twins = [deployment(container("--max-model-len", length)) for length in ("4k", "8k")]
+    assert server.reason(launch_file(write(tmp_path, *twins))) == "several_servers"
+    listed = {"kind": "List", "items": [deployment(container("-tp", "2")), deployment({"name": "vllm"})]}
+    assert server.flags(launch_file(write(tmp_path, listed))) == {"tensor_parallel_size": 2}
+
+
 def test_variables_from_elsewhere(server: RunningServer, tmp_path: Path) -> None:
     one = container("--max-model-len", "$(LEN)", envFrom=[{"configMapRef": {"name": "x"}}])
     assert server.reason(launch_file(write(tmp_path, deployment(one)))) == "dynamic_variable"

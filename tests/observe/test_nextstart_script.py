@@ -160,8 +160,32 @@ def test_a_container_of_vllms_own_image() -> None:
     assert found.environment == {"VLLM_USE_V1": "1", "CUDA_VISIBLE_DEVICES": "0"}
     assert found.image_version == "0.20.1"
     assert parsed("podman run vllm/vllm-openai m").image_version is None
-    with pytest.raises(Unsupported, match="entrypoint"):
-        parsed("docker run --entrypoint bash vllm/vllm-openai -c x")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "docker run --entrypoint vllm vllm/vllm-openai:v0.20.1 serve m -tp 2",
+        "docker run --entrypoint=bash vllm/vllm-openai:v0.20.1 -c 'vllm serve m -tp 2'",
+        "docker run -e A=1 registry/mine:1 vllm serve m -tp 2",
+        "uvx --from vllm==0.20.1 vllm serve m -tp 2",
+        "conda run -n chat --no-capture-output vllm serve m -tp 2",
+        "poetry run vllm serve m -tp 2",
+        "srun --gres=gpu:2 vllm serve m -tp 2",
+        "tmux new-session -d -s chat 'vllm serve m -tp 2'",
+        "screen -dmS chat vllm serve m -tp 2",
+        "su chat -c 'exec vllm serve m -tp 2'",
+    ],
+)
+def test_a_server_behind_what_starts_it(script: str) -> None:
+    assert parsed(script).argv == ("vllm", "serve", "m", "-tp", "2")
+
+
+def test_another_program_in_a_container_is_no_server() -> None:
+    for script in ("docker run --entrypoint bash vllm/vllm-openai -c x", "docker exec chat vllm serve m"):
+        with pytest.raises(Unsupported) as raised:
+            parsed(script)
+        assert raised.value.reason == "no_server_command"
 
 
 @pytest.mark.parametrize(

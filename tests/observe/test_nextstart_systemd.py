@@ -102,7 +102,9 @@ def test_the_command_of_a_unit(server: RunningServer, case: str) -> None:
 
 
 def test_paths_in_systemds_order(server: RunningServer) -> None:
-    for length, place in enumerate(("lib", "usr/lib", "run", "etc", "run/systemd/transient"), start=1):
+    generated = "run/systemd/generator"
+    places = (f"{generated}.late", "lib", "usr/lib", generated, "run", "etc", f"{generated}.early")
+    for length, place in enumerate((*places, "run/systemd/transient"), start=1):
         folder = place if "systemd" in place else f"{place}/systemd/system"
         server.write(f"{folder}/chat.service", exec_start(f"{SERVE} --max-model-len {length}"))
         assert server.flags() == {"max_model_len": length}
