@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -11,10 +12,10 @@ Stamp = tuple[int, int, int]
 SETTLE_SECONDS = 1.0
 
 
-def stamp(path: Path) -> Stamp | None:
+def stamp(path: str | Path) -> Stamp | None:
     """What changes when the file is written or replaced; None where it cannot be looked at."""
     try:
-        status = path.stat()
+        status = os.stat(path)
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino, status.st_size

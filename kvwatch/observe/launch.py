@@ -201,7 +201,7 @@ def read_launch(process: Process, arguments: tuple[str, ...], *, proc_root: Path
 class _ConfigReader:
     """Reads ``--config`` as the server sees it: from its working directory, in its own file system."""
 
-    def __init__(self, root: Path, cwd: str | None) -> None:
+    def __init__(self, root: str, cwd: str | None) -> None:
         self._root = root
         self._cwd = cwd
         self.modified: float | None = None
@@ -210,7 +210,7 @@ class _ConfigReader:
         if not file.startswith("/") and self._cwd is None:
             raise FileNotFoundError(2, "the working directory of the server is unknown")
         path = resolve_in_root(self._root, f"{self._cwd}/{file}" if not file.startswith("/") else file)
-        self.modified = path.stat().st_mtime
+        self.modified = Path(path).stat().st_mtime
         return read_regular_file(path, limit=_CONFIG_LIMIT).decode()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pwd
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from kvwatch.observe.records import Failure, Launch, ModelConfig, Process
 CONFIG_LIMIT = 8 << 20
 """Bytes. The largest public config.json files have some 100 KB."""
 
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _CONFIG = "config.json"
 _QUANTIZATION = "hf_quant_config.json"
 _MODELOPT = {"FP8": "modelopt", "NVFP4": "modelopt_fp4", "MIXED_PRECISION": "modelopt_mixed"}
@@ -60,20 +63,23 @@ class ModelSource:
         names = list(dict.fromkeys(name for name in (launch.model, served_root) if name))
         if not names:
             return _failure("no_model", "neither the command line nor the server names a model")
-        results = [self._read_model(view, name, launch) for name in names]
-        found = next((result for result in results if isinstance(result, ModelConfig)), None)
-        return _with_overrides(found, launch.flags.hf_overrides) if found else results[0]
+        failures: list[Failure] = []
+        for name in names:
+            result = self._read_model(view, name, launch)
+            if isinstance(result, ModelConfig):
+                return _with_overrides(result, launch.flags.hf_overrides)
+            failures.append(result)
+        return failures[0]
 
     def _read_model(self, view: _View, name: str, launch: Launch) -> ModelConfig | Failure:
         config_name = launch.hf_config_path or name
         try:
-            directory = view.directory(config_name, launch.revision, view.hub_caches())
+            directory = view.directory(config_name, launch.revision)
             if isinstance(directory, Failure):
                 return directory
             if config_name == name and launch.download_dir is None:
                 return self._read_directory(view, directory, directory)
-            caches = view.hub_caches(launch.download_dir)
-            weights = view.directory(name, launch.revision, caches)
+            weights = view.directory(name, launch.revision, launch.download_dir)
             return self._read_directory(view, directory, weights if isinstance(weights, str) else directory)
         except OSError as error:
             return _failure(error_reason(error), f"model {name}: {error.filename}: {error.strerror}")
@@ -81,11 +87,11 @@ class ModelSource:
     def _read_directory(self, view: _View, directory: str, weights: str) -> ModelConfig | Failure:
         path = view.file(f"{directory}/{_CONFIG}")
         try:
-            status = path.stat()
+            status = os.stat(path)
         except FileNotFoundError:
             return _without_config(view.file(directory))
-        changed = view.file(weights).stat().st_mtime_ns
-        stamp = _Stamp(str(path), status.st_mtime_ns, status.st_ino, status.st_size, weights, changed)
+        changed = os.stat(view.file(weights)).st_mtime_ns
+        stamp = _Stamp(path, status.st_mtime_ns, status.st_ino, status.st_size, weights, changed)
         if stamp not in self._read:
             config = _load(path)
             if isinstance(config, Failure):
@@ -94,9 +100,7 @@ class ModelSource:
             if isinstance(config, Failure):
                 return config
             self._read = {old: model for old, model in self._read.items() if old.path != stamp.path}
-            self._read[stamp] = ModelConfig(
-                str(path), config, status.st_mtime_ns, _weight_bytes(view, weights)
-            )
+            self._read[stamp] = ModelConfig(path, config, status.st_mtime_ns, _weight_bytes(view, weights))
         return self._read[stamp]
 
 
@@ -113,7 +117,7 @@ def placed(launch: Launch, settings: ServerConfig | None) -> Launch:
 class _View:
     """The file system as one server sees it. Paths in and out are the server's own, until ``file``."""
 
-    root: Path
+    root: str
     cwd: str | None
     home: str | None
     environment: Mapping[str, str]
@@ -125,27 +129,47 @@ class _View:
         uid = process.uid if process is not None else None
         return cls(root, launch.cwd, launch.environment.get("HOME") or _home(uid), launch.environment)
 
-    def file(self, path: str) -> Path:
+    def _is_directory(self, path: str) -> bool:
+        return stat.S_ISDIR(self._mode(path))
+
+    def _mode(self, path: str) -> int:
+        """Kind and rights, 0 for what does not exist.
+
+        Raises:
+            OSError: it may not be looked at.
+        """
+        try:
+            return os.stat(self.file(path)).st_mode
+        except ValueError:
+            return 0
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return 0
+            raise
+
+    def file(self, path: str) -> str:
         return resolve_in_root(self.root, path)
 
-    def directory(self, name: str, revision: str | None, caches: Sequence[str]) -> str | Failure:
+    def directory(self, name: str, revision: str | None, download_dir: str | None = None) -> str | Failure:
         """The model's directory. As for vLLM, what exists as a directory is not looked up as a hub id."""
         if "://" in name:
             return _failure("remote", f"model {name} is not on this node's disks")
         local = self._absolute(name)
-        if local is not None and self.file(local).is_dir():
+        mode = self._mode(local) if local is not None else 0
+        if local is not None and stat.S_ISDIR(mode):
             return local
-        if local is not None and self.file(local).is_file():
+        if stat.S_ISREG(mode):
             return _single_file(name)
         if name.startswith(("/", ".", "~")) or name.count("/") > 1:
             return _failure("not_found", f"model directory {name} does not exist")
         if self.environment.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
             directories = [f"{base}/{name}" for base in self._modelscope_caches()]
-            found = next((each for each in directories if self.file(each).is_dir()), None)
+            found = next((each for each in directories if self._is_directory(each)), None)
         else:
+            caches = self.hub_caches(download_dir)
             found = next((each for base in caches if (each := self._snapshot(base, name, revision))), None)
         where = f" at revision {revision}" if revision else ""
-        return found or _failure("not_cached", f"model {name}{where} is in no cache of this server")
+        return found or _failure("not_cached", f"model {name}{where} is in no local cache")
 
     def hub_caches(self, download_dir: str | None = None) -> list[str]:
         """Directories that may hold models of the Hugging Face hub, in its order.
@@ -169,16 +193,17 @@ class _View:
         repository = f"{cache}/models--{name.replace('/', '--')}"
         snapshots = f"{repository}/snapshots"
         for commit in (self._reference(repository, revision or "main"), revision):
-            if commit and self.file(f"{snapshots}/{commit}").is_dir():
+            if commit and self._is_directory(f"{snapshots}/{commit}"):
                 return f"{snapshots}/{commit}"
-        if revision or not self.file(snapshots).is_dir():
+        if revision or not self._is_directory(snapshots):
             return None
-        dated = [(entry.stat().st_mtime_ns, entry.name) for entry in self.file(snapshots).iterdir()]
+        with os.scandir(self.file(snapshots)) as entries:
+            dated = [(entry.stat().st_mtime_ns, entry.name) for entry in entries]
         return f"{snapshots}/{max(dated)[1]}" if dated else None
 
     def _reference(self, repository: str, revision: str) -> str | None:
         try:
-            return self.file(f"{repository}/refs/{revision}").read_text(encoding="ascii").strip()
+            return Path(self.file(f"{repository}/refs/{revision}")).read_text(encoding="ascii").strip()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
             return None
 
@@ -206,7 +231,7 @@ def _home(uid: int | None) -> str | None:
 # --- files ----------------------------------------------------------------------------------------------
 
 
-def _load(path: Path) -> Mapping[str, Any] | Failure:
+def _load(path: str) -> Mapping[str, Any] | Failure:
     try:
         config = json.loads(read_regular_file(path, limit=CONFIG_LIMIT))
     except (ValueError, RecursionError) as error:
@@ -216,9 +241,9 @@ def _load(path: Path) -> Mapping[str, Any] | Failure:
     return config
 
 
-def _with_quantization(config: Mapping[str, Any], path: Path) -> Mapping[str, Any] | Failure:
+def _with_quantization(config: Mapping[str, Any], path: str) -> Mapping[str, Any] | Failure:
     """The configuration with what ModelOpt before 0.31 kept in a file of its own, as vLLM adds it."""
-    if config.get("quantization_config") is not None or not path.exists():
+    if config.get("quantization_config") is not None or not Path(path).exists():
         return config
     found = _load(path)
     if isinstance(found, Failure):
@@ -229,8 +254,8 @@ def _with_quantization(config: Mapping[str, Any], path: Path) -> Mapping[str, An
     return {**config, "quantization_config": {**({"quant_method": method} if method else {}), **found}}
 
 
-def _without_config(directory: Path) -> Failure:
-    names = {entry.name for entry in directory.iterdir()}
+def _without_config(directory: str) -> Failure:
+    names = {entry.name for entry in Path(directory).iterdir()}
     if "params.json" in names:
         return _failure(
             "mistral_format", f"{directory} has params.json (Mistral's format) and no config.json"
@@ -255,7 +280,7 @@ def _weight_bytes(view: _View, directory: str) -> int | None:
         files = [name for name in kind if not name.startswith(_SECOND_COPY)] or kind
         if files:
             try:
-                return sum(view.file(f"{directory}/{name}").stat().st_size for name in files)
+                return sum(os.stat(view.file(f"{directory}/{name}")).st_size for name in files)
             except OSError:
                 return None
     return None

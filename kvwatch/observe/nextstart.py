@@ -10,12 +10,13 @@ from pwd import getpwuid
 
 from kvwatch.blockmath.errors import Unsupported
 from kvwatch.config import LaunchFile, ServerConfig
+from kvwatch.filestamp import Stamp
 from kvwatch.observe.command_line import CommandLine, parse_command_line, server_arguments
 from kvwatch.observe.launch import ENVIRONMENT, visible_devices
 from kvwatch.observe.models import ModelSource, placed
 from kvwatch.observe.nextstart_command import StartCommand, sole_server
 from kvwatch.observe.nextstart_compose import compose_command
-from kvwatch.observe.nextstart_files import Stamp, TrackedFiles, unchanged
+from kvwatch.observe.nextstart_files import TrackedFiles, unchanged
 from kvwatch.observe.nextstart_kubernetes import manifest_command
 from kvwatch.observe.nextstart_systemd import SYSTEM_PATHS, Manager, command_of, unit_command
 from kvwatch.observe.nextstart_version import installed_version, names_its_environment
@@ -45,7 +46,7 @@ class _Kept:
     """
 
     asked: object
-    seen: tuple[Mapping[Path, Stamp | None], ...]
+    seen: tuple[Mapping[str, Stamp | None], ...]
     answer: NextStart | Failure
     told: Launch
 

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvwatch.blockmath.errors import Unsupported
+from kvwatch.filestamp import Stamp, stamp
 from kvwatch.observe.procfs import error_reason, read_regular_file, resolve_in_root
 
 LIMIT = 256 * 1024
 """Bytes of one file. Real unit files, scripts and manifests have a few thousand."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """What tells that a file or directory is as it was."""
-
-    mtime_ns: int
-    inode: int
-    size: int
 
 
 class TrackedFiles:
@@ -30,9 +21,9 @@ class TrackedFiles:
         texts: paths of the files read, as asked for.
     """
 
-    def __init__(self, root: Path = Path("/")) -> None:
+    def __init__(self, root: str = "/") -> None:
         self.root = root
-        self.seen: dict[Path, Stamp | None] = {}
+        self.seen: dict[str, Stamp | None] = {}
         self.texts: list[str] = []
 
     def text(self, path: str) -> str:
@@ -65,14 +56,15 @@ class TrackedFiles:
     def names(self, directory: str) -> list[str]:
         """Names in a directory, sorted; none where it does not exist or may not be read."""
         try:
-            return sorted(entry.name for entry in self._place(directory).iterdir())
+            return sorted(entry.name for entry in Path(self._place(directory)).iterdir())
         except OSError:
             return []
 
     def target(self, path: str) -> str | None:
         """Where a symbolic link points, as written; None for anything else."""
+        folder, _, name = path.rpartition("/")
         try:
-            return str(self._place(path.rpartition("/")[0]).joinpath(path.rpartition("/")[2]).readlink())
+            return str(Path(self._place(folder), name).readlink())
         except OSError:
             return None
 
@@ -81,20 +73,12 @@ class TrackedFiles:
         place = self._place(path)
         return self.seen[place] is not None
 
-    def _place(self, path: str) -> Path:
+    def _place(self, path: str) -> str:
         place = resolve_in_root(self.root, path)
-        self.seen[place] = _stamp(place)
+        self.seen[place] = stamp(place)
         return place
 
 
-def unchanged(seen: Mapping[Path, Stamp | None]) -> bool:
+def unchanged(seen: Mapping[str, Stamp | None]) -> bool:
     """Whether all files are as they were."""
-    return all(_stamp(path) == stamp for path, stamp in seen.items())
-
-
-def _stamp(path: Path) -> Stamp | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return Stamp(status.st_mtime_ns, status.st_ino, status.st_size)
+    return all(stamp(path) == before for path, before in seen.items())

@@ -34,7 +34,7 @@ def read_bytes(path: str, *, limit: int, directory: int | None = None) -> bytes:
         os.close(descriptor)
 
 
-def read_regular_file(path: Path, *, limit: int) -> bytes:
+def read_regular_file(path: str | Path, *, limit: int) -> bytes:
     """The contents of a file that somebody else named: a pipe or device is refused rather than waited for.
 
     Raises:
@@ -64,7 +64,7 @@ def split_arguments(data: bytes) -> tuple[str, ...]:
 def namespace_inode(proc_root: Path, pid: int | str, kind: str) -> int | None:
     """Inode of a namespace (``pid``, ``net``, ``mnt``) of a process; None where it may not be read."""
     try:
-        target = str(Path(f"{proc_root}/{pid}/ns/{kind}").readlink())
+        target = os.readlink(f"{proc_root}/{pid}/ns/{kind}")
     except OSError:
         return None
     number = target.partition("[")[2].rstrip("]")
@@ -89,7 +89,7 @@ def read_environment(proc_root: Path, pid: int, names: Collection[str]) -> dict[
 def working_directory(proc_root: Path, pid: int) -> str | None:
     """Working directory as the process itself names it; None where it may not be read."""
     try:
-        return str(Path(f"{proc_root}/{pid}/cwd").readlink())
+        return os.readlink(f"{proc_root}/{pid}/cwd")
     except OSError:
         return None
 
@@ -102,7 +102,7 @@ def error_reason(error: OSError) -> str:
 # --- a process's own view of the file system ------------------------------------------------------------
 
 
-def process_root(proc_root: Path, pid: int | None, *, contained: bool = False) -> Path:
+def process_root(proc_root: Path, pid: int | None, *, contained: bool = False) -> str:
     """Where the root directory of a process is for kvwatch.
 
     Args:
@@ -114,23 +114,23 @@ def process_root(proc_root: Path, pid: int | None, *, contained: bool = False) -
         not tell, a process outside of containers is taken to share it.
     """
     if pid is None:
-        return Path("/")
+        return "/"
     own = namespace_inode(proc_root, "self", "mnt")
     other = namespace_inode(proc_root, pid, "mnt")
-    within = proc_root / str(pid) / "root"
+    within = f"{proc_root}/{pid}/root"
     if own is None or other is None:
-        return within if contained else Path("/")
-    return Path("/") if own == other and _points_to_top(within) else within
+        return within if contained else "/"
+    return "/" if own == other and _points_to_top(within) else within
 
 
-def _points_to_top(link: Path) -> bool:
+def _points_to_top(link: str) -> bool:
     try:
-        return str(link.readlink()) == "/"
+        return os.readlink(link) == "/"
     except OSError:
         return False
 
 
-def resolve_in_root(root: Path, path: str) -> Path:
+def resolve_in_root(root: str, path: str) -> str:
     """The file that an absolute path names for a process whose root directory is ``root``.
 
     Symbolic links are followed here rather than by the kernel, which would take an absolute target from
@@ -139,8 +139,8 @@ def resolve_in_root(root: Path, path: str) -> Path:
     Raises:
         OSError: ELOOP for too many links.
     """
-    if root == Path("/"):
-        return Path(path)
+    if root == "/":
+        return "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
     pending = path.split("/")[::-1]
     done: list[str] = []
     links = 0
@@ -150,7 +150,7 @@ def resolve_in_root(root: Path, path: str) -> Path:
             done = done[:-1]
         elif part not in ("", "."):
             try:
-                target = str(root.joinpath(*done, part).readlink())
+                target = os.readlink("/".join((root, *done, part)))
             except OSError:
                 done.append(part)
                 continue
@@ -160,4 +160,4 @@ def resolve_in_root(root: Path, path: str) -> Path:
             if target.startswith("/"):
                 done = []
             pending.extend(target.split("/")[::-1])
-    return root.joinpath(*done)
+    return "/".join((root, *done))

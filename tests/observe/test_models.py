@@ -371,3 +371,16 @@ def test_changed_files_are_read_again(tmp_path: Path) -> None:
     grown = source.read(launch(str(folder)))
     assert isinstance(grown, ModelConfig)
     assert grown.weight_bytes == 7
+
+
+@pytest.mark.parametrize("name", ["loop", "a\0b"])
+def test_name_that_leads_nowhere(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert refuse(launch(f"{tmp_path}/{name}")).reason == "not_found"
+
+
+def test_served_root_is_not_looked_for_once_the_model_is_found(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m")
+    found = ModelSource().read(launch(str(folder)), served_root=str(make_model(tmp_path / "other")))
+    assert isinstance(found, ModelConfig)
+    assert found.path == f"{folder}/config.json"

@@ -249,6 +249,6 @@ def test_precedence_as_systemd_has_it(tmp_path: Path, seed: int) -> None:
         timeout=30,
     )
     theirs = re.findall(r"Command (/none/\S+) is not executable", told.stderr)
-    command = unit_command(INSTANCE, Manager(), TrackedFiles(tmp_path))
+    command = unit_command(INSTANCE, Manager(), TrackedFiles(str(tmp_path)))
     assert command is not None
     assert [command.argv[0]] == theirs
