@@ -134,7 +134,11 @@ def _auto_would_help(facts: Facts) -> str | None:
 
 
 def _hardware_needed(facts: Facts) -> str | None:
-    if facts.restart.feasible is not False:
+    situation = facts.restart.situation
+    if facts.restart.feasible is not False or situation is None:
+        return None
+    others = {site.gpu: site.total - site.free_next for site in situation.sites if site.free_next is not None}
+    if situation.judge(freed=others).feasible:
         return None
     if any(remedy.action not in COSTLY for remedy in facts.restart.remedies):
         return None

@@ -22,6 +22,9 @@ MAX_UTILIZATION = 0.98
 COSTLY = frozenset({"quantization", "tensor_parallel_size"})
 """Actions that change the weights or take more cards."""
 
+_FP8_SINCE = (8, 9)
+"""Compute capability of the first cards with 8-bit floating point numbers."""
+
 _IN_THE_WAY = (Owner.ORPHAN, Owner.FOREIGN, Owner.ALLOWED, Owner.NEIGHBOUR)
 
 
@@ -134,6 +137,8 @@ def _lengths(verdict: Verdict, found: Situation) -> Iterator[Remedy]:
 
 
 def _cache_dtypes(found: Situation) -> Iterator[Remedy]:
+    if found.device.capability and found.device.capability < _FP8_SINCE:
+        return
     if (found.flags.kv_cache_dtype or "auto") == "auto" and _turns(found, Flags(kv_cache_dtype="fp8")):
         typed = "--kv-cache-dtype fp8"
         yield Remedy("kv_cache_dtype", typed, f"{typed} (half the bytes per token)")

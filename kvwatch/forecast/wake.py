@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvwatch.blockmath.startup import requested_bytes
 from kvwatch.node import NodeSnapshot, ServerState
-from kvwatch.observe.records import VllmRecord
+from kvwatch.observe.records import Failure, VllmRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,16 @@ def is_asleep(server: ServerState) -> bool:
 
 
 def reserved_for_sleepers(snapshot: NodeSnapshot) -> dict[tuple[str, str], int]:
-    """Bytes by (server, card) that sleeping servers will take when they wake, up to their budgets."""
+    """Bytes by (server, card) that sleeping servers will take when they wake.
+
+    At most what their budgets leave; where the cache's size was told outright, that and the weights.
+    """
     wanted: dict[tuple[str, str], int] = {}
     for server in snapshot.servers:
         if not is_asleep(server) or not isinstance(server.page, VllmRecord):
             continue
         utilization = server.page.engines[0].gpu_memory_utilization
+        told = _told_outright(server, server.page)
         for index in server.gpus:
             state = snapshot.gpu(index)
             own = state.held_by_server(server.name) if state else None
@@ -48,15 +52,22 @@ def reserved_for_sleepers(snapshot: NodeSnapshot) -> dict[tuple[str, str], int]:
                 continue
             total = state.gpu.memory.total - (state.gpu.memory.reserved or 0)
             budget = requested_bytes(total, utilization, server.release)
-            wanted[server.name, index] = max(0, budget - own)
+            wanted[server.name, index] = max(0, budget - own) if told is None else told
     return wanted
+
+
+def _told_outright(server: ServerState, page: VllmRecord) -> int | None:
+    """Bytes of one card's cache and weights, None where the budget decides or the weights are not known."""
+    cache, model, flags = page.engines[0].kv_cache_memory_bytes, server.model_config, server.launch.flags
+    if not cache or isinstance(model, Failure) or model.weight_bytes is None:
+        return None
+    return cache + model.weight_bytes // (flags.tp * flags.pp)
 
 
 def forecast_wake(server: ServerState, snapshot: NodeSnapshot) -> WakeForecast | None:
     """The verdict on one server; None for a server that is awake.
 
-    What it will take is bounded by its budget less what it still holds: weights come back and the pool is
-    allocated anew, neither beyond the budget that both came from.
+    Weights come back and the pool is allocated anew, neither beyond the budget that both came from.
     """
     if not is_asleep(server):
         return None

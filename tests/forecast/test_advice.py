@@ -13,8 +13,8 @@ from kvwatch.forecast.history import Outlook
 from kvwatch.forecast.restart import forecast_restart
 from kvwatch.node import join
 from kvwatch.observe.cycle import Observation
-from kvwatch.observe.records import Failure
-from tests.nodes import process, serving_node, vllm_page
+from kvwatch.observe.records import Failure, NvmlRecord
+from tests.nodes import PARENT, gpu, process, serving_node, vllm_page
 
 QUIET = Outlook(None, {}, ())
 GOOD = Flags(max_model_len=32768, gpu_memory_utilization=0.92)
@@ -81,6 +81,19 @@ def test_hardware_is_named_only_where_nothing_else_helps() -> None:
     assert "hardware_needed" not in rules(with_flags(GOOD, (notebook, 8 * GIB), own=70 * GIB))
     full = replace(GOOD, max_model_len=131072)
     assert set(rules(with_flags(full, num_blocks=1, max_concurrency=None))) == {"hardware_needed"}
+
+
+def test_hardware_is_not_to_blame_for_memory_that_others_hold() -> None:
+    """No process can be named, and the budget cannot shrink; an empty card would do."""
+    seen = with_flags(GOOD, num_blocks=2100, max_concurrency=None)
+    assert rules(seen) == {}
+    held = gpu({PARENT + 1: 71 * GIB}, other=8 * GIB)
+    blocked = rules(replace(seen, nvml=NvmlRecord((held,))))
+    assert "hardware_needed" not in blocked
+
+
+def test_nor_for_a_configuration_that_vllm_refuses() -> None:
+    assert "hardware_needed" not in rules(with_flags(replace(GOOD, max_model_len=200_000)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from kvwatch.config import GIB, Config, Restart
 from kvwatch.forecast.restart import RestartForecast, forecast_restart
 from kvwatch.node import join
 from kvwatch.observe.cycle import Observation
-from kvwatch.observe.records import Failure
+from kvwatch.observe.records import Failure, NvmlRecord
 from tests.nodes import (
     LLAMA_8B_BLOCK,
     PARENT,
@@ -103,6 +103,16 @@ def test_a_length_that_no_longer_fits() -> None:
     assert by_action["max_model_len"] == f"--max-model-len {(blocks - 1) * 16}"
     assert by_action["gpu_memory_utilization"] == "--gpu-memory-utilization 0.95"
     assert "To serve at least one request" in (forecast.verdict.message or "")
+
+
+def test_a_card_without_8_bit_numbers_is_offered_none() -> None:
+    seen = serving_node(num_blocks=1500, max_concurrency=None, size_tokens=None)
+    assert isinstance(seen.nvml, NvmlRecord)
+    for capability, offered in (((8, 0), False), ((8, 9), True)):
+        card = replace(seen.nvml.gpus[0], capability=capability)
+        snapshot = join(replace(seen, nvml=NvmlRecord((card,))), Config())
+        found = forecast_restart(snapshot.servers[0], snapshot, Config())
+        assert ("kv_cache_dtype" in {remedy.action for remedy in found.remedies}) is offered
 
 
 def test_every_remedy_turns_the_verdict() -> None:

@@ -8,6 +8,7 @@ from kvwatch.config import GIB, Config
 from kvwatch.forecast.restart import forecast_restart
 from kvwatch.forecast.wake import forecast_wake, is_asleep, reserved_for_sleepers
 from kvwatch.node import NodeSnapshot, join
+from kvwatch.observe.records import ModelConfig
 from tests.nodes import PARENT, RESERVED, TOTAL, gpu, observation, process, server, serving_node
 
 CUDA_TOTAL = TOTAL - RESERVED
@@ -33,6 +34,19 @@ def test_waking_needs_the_budget_less_what_is_still_held(others: int) -> None:
     assert wake is not None
     margin = CUDA_TOTAL - 2 * GIB - others - (BUDGET - 2 * GIB)
     assert (wake.margin_bytes, wake.feasible, wake.gpu) == (margin, margin >= 0, "0")
+
+
+def test_a_cache_of_a_given_size_is_all_that_comes_back_beside_the_weights() -> None:
+    """The budget of such a server is far larger than what it takes."""
+    seen = serving_node(own=2 * GIB, sleep_state="weights_offloaded", kv_cache_memory_bytes=4 * GIB)
+    one = seen.servers[0]
+    assert isinstance(one.model, ModelConfig)
+    sized = replace(one, model=replace(one.model, weight_bytes=16 * GIB))
+    snapshot = join(replace(seen, servers=(sized,)), Config())
+    assert reserved_for_sleepers(snapshot) == {("llama", "0"): 20 * GIB}
+    wake = forecast_wake(snapshot.servers[0], snapshot)
+    assert wake is not None
+    assert wake.margin_bytes == CUDA_TOTAL - 22 * GIB
 
 
 def test_without_its_own_memory_the_wake_verdict_is_unknown() -> None:
