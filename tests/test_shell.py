@@ -1,8 +1,13 @@
-"""The man page and the completion say what the command line does."""
+"""The man page and the completions say what the command line does."""
 
 from __future__ import annotations
 
+import os
+import pty
+import re
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +16,11 @@ from tests.support import ROOT
 from tools.build_shell import man_page, stale
 
 COMPLETION = ROOT / "share" / "bash-completion" / "completions" / "kvwatch"
+ZSH_FUNCTIONS = ROOT / "share" / "zsh" / "site-functions"
 REQUESTS = (".TH", ".SH", ".SS", ".TP", ".PP", ".nf", ".fi", ".B", ".I", '.\\"')
 
 
-def test_both_are_up_to_date() -> None:
+def test_all_are_up_to_date() -> None:
     assert stale() == [], "python -m tools.build_shell"
 
 
@@ -49,3 +55,45 @@ def test_bash_completes(words: tuple[str, ...], found: set[str]) -> None:
         check=True,
     )
     assert set(done.stdout.split()) == found
+
+
+@pytest.fixture
+def zsh(tmp_path: Path) -> Iterator[int]:
+    """The terminal of a real zsh with the completion loaded; it prints what kvwatch would be called with."""
+    terminal, theirs = pty.openpty()
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TERM": "dumb"}
+    with subprocess.Popen(
+        ["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=tmp_path
+    ) as process:
+        os.close(theirs)
+        load = f"fpath=({ZSH_FUNCTIONS} $fpath); autoload -Uz compinit; compinit -D"
+        os.write(terminal, f"{load}; kvwatch() {{ print -r -- \"<$*>\" }}; echo rea''dy\n".encode())
+        read_until("ready", terminal)
+        yield terminal
+        process.kill()
+    os.close(terminal)
+
+
+def read_until(pattern: str, terminal: int) -> re.Match[str]:
+    """Waits for a text on a terminal; an error where its shell ends before."""
+    shown = ""
+    while (found := re.search(pattern, shown)) is None:
+        shown += os.read(terminal, 4096).decode(errors="replace")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("typed", "called_with"),
+    [
+        ("stat\t", "status"),
+        ("status --wa\t", "status --watch"),
+        ("run --log-level w\t", "run --log-level warning"),
+        ("plan --no-trust\t", "plan --no-trust-remote-code"),
+        ("doctor --te\tk\t", "doctor --textfile k.yaml"),
+        ("check-config k\t", "check-config k.yaml"),
+    ],
+)
+def test_zsh_completes(typed: str, called_with: str, zsh: int, tmp_path: Path) -> None:
+    (tmp_path / "k.yaml").touch()
+    os.write(zsh, f"kvwatch {typed}\n".encode())
+    assert read_until(r"<([a-z].*)>\r", zsh)[1] == called_with

@@ -1,4 +1,4 @@
-"""Writes share/ out of the code: the man page and the completion for bash.
+"""Writes share/ out of the code: the man page and the completions for bash and zsh.
 
 python -m tools.build_shell            # write
 python -m tools.build_shell --check    # exit code 1 where a file differs from what would be written
@@ -7,6 +7,7 @@ python -m tools.build_shell --check    # exit code 1 where a file differs from w
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -124,9 +125,81 @@ def _choice_lines(command: Command) -> Iterator[str]:
             yield f'            {patterns}) words="{" ".join(one.choices)}" ;;'
 
 
+_ZSH = """\
+#compdef kvwatch
+# {note}
+
+local curcontext=$curcontext state line
+local -a commands=(
+{commands}
+)
+
+_arguments -C \\
+    '(- *)'{{-h,--help}}'[show help]' \\
+    '(- *)--version[show the version]' \\
+    '1:command:->command' \\
+    '*::argument:->argument'
+
+case $state in
+    command) _describe command commands ;;
+    argument)
+        curcontext="${{curcontext%:*:*}}:kvwatch-$words[1]:"
+        case $words[1] in
+{arguments}
+        esac
+        ;;
+esac
+"""
+
+
+def zsh_completion() -> str:
+    """Commands and options with their meanings, the values of those that have a list, and file names."""
+    known = commands()
+    return _ZSH.format(
+        note=NOTE,
+        commands="\n".join(f"    {_quoted(f'{one.name}:{one.summary}')}" for one in known),
+        arguments="\n".join(line for command in known for line in _zsh_command(command)),
+    )
+
+
+def _zsh_command(command: Command) -> Iterator[str]:
+    specs = ["'(- *)'{-h,--help}'[show help]'", *(spec for one in _all(command) for spec in _zsh_specs(one))]
+    yield f"            {command.name})"
+    yield "                _arguments \\"
+    yield from (f"                    {spec} \\" for spec in specs[:-1])
+    yield f"                    {specs[-1]}"
+    yield "                ;;"
+
+
+def _zsh_specs(one: Argument) -> Iterator[str]:
+    """What `_arguments` wants to know of one argument, once for each of its names."""
+    value = "value" if one.choices else re.sub(r"\W+", " ", one.value).strip().lower()
+    action = f"({' '.join(one.choices)})" if one.choices else "_files" if value in _FILE_VALUES else " "
+    optional = ":" if one.value.startswith("[") else ""
+    if not one.names:
+        yield f"':{value}:{action}'"
+    for name in one.names:
+        opposite = name.startswith("--no-") and f"the opposite of --{name.removeprefix('--no-')}"
+        meaning = _quoted(_in_brackets(opposite or one.meaning))[1:-1]
+        yield f"'*{name}[{meaning}]{f':{optional}{value}:{action}' if value else ''}'"
+
+
+def _in_brackets(text: str) -> str:
+    """Text that can stand in the brackets of a specification."""
+    return text.replace("\\", r"\\").replace("[", r"\[").replace("]", r"\]").replace(":", r"\:")
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", r"'\''") + "'"
+
+
+_FILE_VALUES = frozenset({"file", "path", "dir", "logfile", "model"})
+"""What stands for the name of a file."""
+
 FILES: Mapping[str, Callable[[], str]] = {
     "share/man/man1/kvwatch.1": man_page,
     "share/bash-completion/completions/kvwatch": bash_completion,
+    "share/zsh/site-functions/_kvwatch": zsh_completion,
 }
 
 

@@ -14,6 +14,7 @@ needs=(
     "chromium        chromium"
     "amtool          prometheus-alertmanager"
     "systemd-analyze systemd"
+    "zsh             zsh"
 )
 python=${PYTHON:-python3}
 

@@ -193,10 +193,19 @@ def _explanation(restart: RestartForecast) -> Iterator[str]:
     yield f"a restart would fail: {_failed_text(verdict.blocking)}"
     if verdict.message:
         yield f"vLLM would say: {verdict.message}"
+    if (worst := _worst_behind(verdict.checks, verdict.blocking)) is not None:
+        yield f"behind that: {_failed_text(worst)}"
     for remedy in restart.remedies:
         yield f"remedy: {remedy.text}"
     if not restart.remedies:
         yield "remedy: none by flags alone; more or larger GPUs, or quantized weights"
+
+
+def _worst_behind(checks: Sequence[CheckResult], blocking: CheckResult) -> CheckResult | None:
+    """The check that lacks most, where it is another one: to give the first what it lacks would not do."""
+    failed = [result for result in checks if result.passed is False and result.margin_bytes is not None]
+    worst = min(failed, key=lambda result: result.margin_bytes or 0, default=blocking)
+    return None if worst.check == blocking.check else worst
 
 
 def _failed_text(blocking: CheckResult) -> str:
@@ -257,5 +266,7 @@ def _pending_lines(pending: PendingForecast) -> Iterator[str]:
         yield f"the next start would fail{basis}: {_failed_text(verdict.blocking)}"
         if verdict.message:
             yield f"vLLM would say: {verdict.message}"
+        if (worst := _worst_behind(verdict.checks, verdict.blocking)) is not None:
+            yield f"behind that: {_failed_text(worst)}"
         for remedy in pending.remedies:
             yield f"remedy: {remedy.text}"

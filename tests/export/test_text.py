@@ -61,6 +61,7 @@ def test_an_infeasible_restart_says_why_and_what_to_do() -> None:
     assert "FAILS" in text
     assert "a restart would fail: free memory on the card on GPU 0: 2.15 GiB missing" in joined
     assert "vLLM would say: Free memory on device" in joined
+    assert "behind that: sampler warm-up on GPU 0: 2.64 GiB missing" in joined
     assert "remedy: stop foreign ipykernel_launcher of dana (pid 900, 8.00 GiB on GPU 0)" in joined
     assert "remedy: --gpu-memory-utilization 0.88 instead of 0.92" in joined
     assert max(map(len, text.splitlines())) <= 80
