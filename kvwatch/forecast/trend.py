@@ -24,6 +24,10 @@ _THIRD_SHARE = 0.25
 """Each third of the window must fall at least at this share of the whole's slope: a step does not."""
 _FALLING_PAIRS = 0.8
 """Share of the pairs of samples that must fall: noise around a level has half of them."""
+_LEVEL_SAMPLES = 5
+"""How many of the newest samples tell where the fall has come to: a curve's earlier ones point past it."""
+_DEEPER_SHARE = 0.1
+"""A fall that goes no deeper than this beyond one that recovered may recover as well."""
 _RESET_SHARE = 0.5
 """A rise by this share of the fall before it ends a tooth."""
 
@@ -83,8 +87,8 @@ class Series:
         """The steady fall that the series is in; None where there is none.
 
         The slope is Theil and Sen's median over pairs, of the time since the last recovery. None as well
-        where the fall has not been watched for as long as it would still take, and where earlier falls of the
-        same size recovered by themselves: a sawtooth.
+        where the fall has been watched for less than a day and not as long as it would still take, and where
+        earlier falls of the same size recovered by themselves: a sawtooth.
         """
         if not self._judged:
             self._trend, self._judged = self._judge(), True
@@ -102,11 +106,13 @@ class Series:
         slope = _steady_slope(times, values)
         if slope is None:
             return None
-        level = float(np.median(values - slope * (times - times[-1])))
-        if deepest_before is not None and level > deepest_before:
+        level = float(np.median((values - slope * (times - times[-1]))[-_LEVEL_SAMPLES:]))
+        if deepest_before is not None and level > deepest_before - _DEEPER_SHARE * (
+            values[0] - deepest_before
+        ):
             return None
         remaining = max(0.0, level / -slope)
-        if remaining > min(HORIZON, span):
+        if remaining > (HORIZON if span >= KEEP - MAX_GAP else span):
             return None
         return Trend(slope, float(times[-1]) + remaining)
 

@@ -74,6 +74,24 @@ def test_two_steps_are_no_trend() -> None:
     assert trends(lambda hour: (5 - (hour > 2) - 2 * (hour > 5)) * GIB, 24) == []
 
 
+@pytest.mark.parametrize("period", [3.0, 6.0])
+def test_a_wave_is_no_trend_once_it_came_back(period: float) -> None:
+    """Its bend points below zero long before it turns."""
+    found = trends(lambda hour: (5 + 4 * np.cos(2 * np.pi * hour / period)) * GIB, 24)
+    assert [hour for hour, _ in found if hour > period] == []
+
+
+def test_a_fall_of_days_is_foretold_after_one_day() -> None:
+    found = trends(lambda hour: (4 - hour / 24) * GIB, 30)
+    assert 23 <= found[0][0] <= 25
+    assert found[0][1].zero_at == pytest.approx(START + 96 * 3600, abs=600)
+
+
+def test_a_fall_that_grows_faster_ends_where_it_crosses_zero() -> None:
+    found = trends(lambda hour: (10 - 0.1 * hour**2) * GIB, 10)
+    assert found[-1][1].zero_at == pytest.approx(START + 10 * 3600, abs=900)
+
+
 @pytest.mark.parametrize("period", [0.25, 1.0, 3.0, 6.0])
 @pytest.mark.parametrize("amplitude", [0.5, 2.0])
 def test_a_sawtooth_is_no_trend_in_a_day(period: float, amplitude: float) -> None:
