@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from kvwatch.cli.main import COMMANDS, parser
 from kvwatch.config import Config
 from kvwatch.demo.node import DemoNode
 from kvwatch.demo.scenario import load_scenario
+from kvwatch.export.catalogue import FAMILIES
 from kvwatch.export.document import document
 from kvwatch.forecast.explain import RULES
 from kvwatch.monitor import Monitor
@@ -21,6 +24,7 @@ from tests.support import ROOT
 from tools.build_docs import stale
 
 DOCS = ROOT / "docs"
+NAMES = [family.name for family in FAMILIES]
 PAGES = sorted(DOCS.rglob("*.md"))
 FENCE = re.compile(r"^```(?:sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CODE = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "kvwatch").rglob("*.py"))
@@ -63,6 +67,22 @@ def test_the_reasons_of_unknown_verdicts_exist() -> None:
     assert [reason for reason in reasons if f'"{reason}"' not in CODE] == []
 
 
+def test_the_way_back_from_every_family_leads_to_code_that_exists() -> None:
+    table = read("extending.md").split("## Where does this byte come from?")[1].split("From a figure")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| `kvwatch_")]
+    patterns = [pattern for row in rows for pattern in re.findall(r"`(kvwatch_[a-z_*]+)`", row[0])]
+    assert {one for one in patterns if not fnmatch.filter(NAMES, one)} == set()
+    assert {name for name in NAMES if not any(fnmatch.fnmatch(name, one) for one in patterns)} == set()
+    named = re.findall(
+        r"`([a-z0-9_/]+\.py)`((?:[:,] `\w+`)*)", " ".join(cell for row in rows for cell in row[1:])
+    )
+    assert len(named) > 20
+    for file, functions in named:
+        code = (ROOT / "kvwatch" / file).read_text(encoding="utf-8")
+        for function in re.findall(r"`(\w+)`", functions):
+            assert f"def {function}(" in code, f"{file}: {function}"
+
+
 class Minute45(DemoNode):
     """The demo's node in the minute of the worked example."""
 
@@ -93,6 +113,10 @@ def test_the_worked_example_has_the_codes_own_numbers(example: dict[str, Any]) -
         *(server["max_model_len"], server["max_model_len"] // engine["block_size"]),
         (engine["blocks"] - 1) * engine["block_size"],
     }
+    vocabulary = json.loads((ROOT / "kvwatch/demo/data/config.json").read_text(encoding="utf-8"))[
+        "vocab_size"
+    ]
+    numbers |= {vocabulary, 1024 * vocabulary * 4}
     told = {int(text.replace(",", "")) for text in re.findall(r"\d{1,3}(?:,\d{3})+", read("arithmetic.md"))}
     assert len(told) > 15
     assert told - numbers == set()
