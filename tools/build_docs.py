@@ -23,8 +23,8 @@ NOTE = "<!-- Written by `python -m tools.build_docs`. -->"
 _METRICS = """\
 Every family that kvwatch publishes, in the page's order. A value that could not be read is absent; it is
 never 0 and never an old one. `gpu` is NVML's index, `0:1` for a MIG instance. Names and labels are a public
-interface: they change with a major version only. [Where each comes from](../extending.md#where-does-this-byte-come-from)
-leads to the code.
+interface: they change with a major version only.
+[Where each comes from](../extending.md#where-does-this-byte-come-from) leads to the code.
 """
 _RUNBOOKS = """\
 One page per alert: what it means, what it costs, how to look closer, what to do.
