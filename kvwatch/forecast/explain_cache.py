@@ -215,7 +215,9 @@ def _larger_kv_bytes(s: FailedStart, need: float) -> Advice:
 
 def max_seq_len_gt_kv_tokens(s: FailedStart) -> Diagnosis:
     """The V0 engine's wording of the same."""
-    length, tokens = s.finding.printed("max_model_len"), s.finding.printed("kv_tokens")
+    length, tokens = s.finding.printed("max_model_len"), s.finding.number("kv_tokens")
+    if tokens is None:
+        return _cut_off(s, length)
     draft = Draft(
         s,
         f"The KV cache holds {int(tokens)} tokens, fewer than the {int(length)} of one longest request.",
@@ -249,6 +251,22 @@ def max_seq_len_gt_kv_tokens(s: FailedStart) -> Diagnosis:
             )
         )
     return draft.add(more_gpus(s)).done()
+
+
+def _cut_off(s: FailedStart, length: float) -> Diagnosis:
+    return (
+        Draft(
+            s,
+            f"The KV cache holds fewer tokens than the {int(length)} of one longest request.",
+            "The sentence was cut off before the number that the cache holds.",
+            _v0_memory(s),
+        )
+        .add(
+            Advice("Lower --max-model-len to the number that the whole sentence ends with, in parentheses."),
+            more_gpus(s),
+        )
+        .done()
+    )
 
 
 def _v0_memory(s: FailedStart) -> str | None:

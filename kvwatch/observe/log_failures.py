@@ -149,7 +149,7 @@ FAILURES = (
     message(
         "max_seq_len_gt_kv_tokens",
         r"max seq len \(<max_model_len>\) is larger than the maximum number of tokens that can be stored in "
-        r"KV cache \(<kv_tokens>\)",
+        r"KV cache(?: \(<kv_tokens>\))?",
         "max seq len (",
         "maximum number of tokens",
         "be stored in KV",

@@ -266,6 +266,13 @@ BREAKDOWN = (
 )
 
 
+def test_v0_sentence_without_its_end() -> None:
+    diagnosis = diagnose(v0(32768, 7344).partition(" (7344")[0] + ". Try increasing")
+    assert diagnosis.kind == "max_seq_len_gt_kv_tokens"
+    assert "cut off" in diagnosis.why[0]
+    assert not [flag for flag in typed(diagnosis) if flag.startswith("--max-model-len")]
+
+
 def test_v0_numbers_of_the_profile() -> None:
     diagnosis = diagnose(BUDGET, BREAKDOWN, v0(16384, 8192))
     assert typed(diagnosis)[0] == "--max-model-len 8192"
