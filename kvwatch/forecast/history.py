@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -112,20 +111,12 @@ class History:
                 gpu for gpu, held in self._others.of(server).items() if max(held) - min(held) > UNSTABLE_BYTES
             ),
             margins_gpu=tightest,
-            margins=() if tightest is None else _lows(courses[tightest].samples),
+            margins=() if tightest is None else courses[tightest].lows(MAX_POINTS),
         )
 
 
 def _identity(server: ServerState) -> _Identity:
     return server.name, server.launch.start_time
-
-
-def _lows(samples: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """The lowest sample of each of at most MAX_POINTS spans, the newest sample always among them."""
-    *earlier, newest = samples
-    size = max(1, math.ceil(len(earlier) / (MAX_POINTS - 1)))
-    spans = (earlier[start : start + size] for start in range(0, len(earlier), size))
-    return (*(min(span, key=lambda sample: sample[1]) for span in spans), newest)
 
 
 def _tightest_margins(forecast: RestartForecast) -> Iterator[tuple[str, float]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,24 +52,27 @@ class Series:
     """The last day of one quantity. A clock that jumps back, or nobody watching for long, starts it anew."""
 
     def __init__(self) -> None:
-        self._times: deque[float] = deque()
-        self._values: deque[float] = deque()
+        # Sixteen bytes a sample; a busy node has dozens of series with nearly three thousand each.
+        self._times = array("d")
+        self._values = array("d")
         self._trend: Trend | None = None
         self._judged = True
 
     def add(self, time: float, value: float) -> None:
         """One sample; more than one per `RESOLUTION` seconds are not kept."""
         if self._times and not 0 <= time - self._times[-1] <= MAX_GAP:
-            self._times.clear()
-            self._values.clear()
+            self._forget(len(self))
         if self._times and time - self._times[-1] < RESOLUTION:
             return
         self._times.append(time)
         self._values.append(value)
         self._judged = False
-        while time - self._times[0] > KEEP:
-            self._times.popleft()
-            self._values.popleft()
+        self._forget(next(index for index, then in enumerate(self._times) if time - then <= KEEP))
+
+    def _forget(self, count: int) -> None:
+        """Let go of so many samples, the oldest."""
+        del self._times[:count]
+        del self._values[:count]
 
     def __len__(self) -> int:
         return len(self._times)
@@ -78,10 +82,19 @@ class Series:
         """The newest value; there must be one."""
         return self._values[-1]
 
-    @property
-    def samples(self) -> tuple[tuple[float, float], ...]:
-        """All samples, oldest first."""
-        return tuple(zip(self._times, self._values, strict=True))
+    def lows(self, points: int) -> tuple[tuple[float, float], ...]:
+        """Times and values, oldest first: the lowest sample of each of at most so many spans, two or more.
+
+        The newest sample is always among them; there must be one.
+        """
+        values = _array(self._values)
+        newest = len(values) - 1
+        size = max(1, math.ceil(newest / (points - 1)))
+        chosen = [
+            start + int(values[start : min(start + size, newest)].argmin())
+            for start in range(0, newest, size)
+        ]
+        return tuple((self._times[index], self._values[index]) for index in (*chosen, newest))
 
     def trend(self) -> Trend | None:
         """The steady fall that the series is in; None where there is none.
@@ -117,8 +130,8 @@ class Series:
         return Trend(slope, float(times[-1]) + remaining)
 
 
-def _array(numbers: deque[float]) -> Array:
-    return np.fromiter(numbers, np.float64, len(numbers))
+def _array(numbers: array[float]) -> Array:
+    return np.array(numbers, np.float64)
 
 
 def _last_tooth(values: Array) -> tuple[int, float | None]:

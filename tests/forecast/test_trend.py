@@ -155,8 +155,19 @@ def test_a_day_is_kept_and_no_more() -> None:
     series = Series()
     for number in range(3 * 24 * 60 * 4):
         series.add(START + number * 15, 1.0)
-    assert series.samples[-1][0] - series.samples[0][0] <= 24 * 3600
-    assert len(series) <= 24 * 3600 / 30 + 1
+    kept = series.lows(len(series))
+    assert kept[-1][0] - kept[0][0] == 24 * 3600
+    assert len(series) == 24 * 3600 / 30 + 1
+
+
+def test_lows_are_the_lowest_of_each_span_and_the_newest() -> None:
+    series = Series()
+    values = [5.0, 3.0, 4.0, 9.0, 8.0, 8.0, 7.0, 6.0]
+    for number, value in enumerate(values):
+        series.add(START + number * 60, value)
+    assert [value for _, value in series.lows(4)] == [3.0, 8.0, 7.0, 6.0]
+    assert [round(time - START) // 60 for time, _ in series.lows(4)] == [1, 4, 6, 7]
+    assert [value for _, value in series.lows(9)] == values
 
 
 @settings(deadline=None, max_examples=50)
@@ -170,6 +181,6 @@ def test_any_series_gives_a_falling_trend_in_the_horizon_or_none(values: list[fl
         series.add(START + number * step, value)
     trend = series.trend()
     if trend is not None:
-        last = series.samples[-1][0]
+        last = START + (len(values) - 1) * step
         assert trend.slope < 0
         assert last <= trend.zero_at <= last + HORIZON
