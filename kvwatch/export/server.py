@@ -3,7 +3,7 @@
 A small threading server over the standard library, since the usual ones stop answering under a few silent
 clients (prometheus_client's with TLS, waitress, cheroot, gunicorn). One thread accepts and enforces
 deadlines; each connection has a thread, TLS handshake included; connections, the time of each step and
-scrapes at once are bounded. A page is rendered and compressed once per cycle: a scrape only sends bytes.
+scrapes at once are bounded. A page is rendered once per cycle, and compressed at most once.
 """
 
 from __future__ import annotations
@@ -90,19 +90,26 @@ DEFAULT_LIMITS = Limits()
 
 
 class _Resource:
-    """A body in its two encodings, made once."""
+    """A body in its two encodings, compressed when the first client asks for that."""
 
     def __init__(self, body: bytes, content_type: str, headers: Mapping[str, str] | None = None) -> None:
         self.body = body
-        self.compressed = gzip.compress(body, _GZIP_LEVEL, mtime=0)
+        self._compressed: bytes | None = None
+        self._one_at_a_time = threading.Lock()
         self._content_type = content_type
         self._headers = {"Vary": "Accept, Accept-Encoding", **(headers or {})}
 
     def response(self, request: Request) -> Response:
         if accepts_gzip(request.headers.get("accept-encoding", "")):
             headers = {**self._headers, "Content-Encoding": "gzip"}
-            return Response(HTTPStatus.OK, self.compressed, self._content_type, headers)
+            return Response(HTTPStatus.OK, self._gzipped(), self._content_type, headers)
         return Response(HTTPStatus.OK, self.body, self._content_type, self._headers)
+
+    def _gzipped(self) -> bytes:
+        with self._one_at_a_time:
+            if self._compressed is None:
+                self._compressed = gzip.compress(self.body, _GZIP_LEVEL, mtime=0)
+            return self._compressed
 
 
 class _LateResource:

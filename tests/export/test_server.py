@@ -69,6 +69,23 @@ def test_gzip(server: ExporterServer, path: str, body: bytes) -> None:
     assert gzip.decompress(answer.body) == body
 
 
+def test_a_page_is_compressed_once_and_only_if_asked_for(
+    server: ExporterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compressed: list[bytes] = []
+
+    def compress(body: bytes, *_: int, **__: int) -> bytes:
+        compressed.append(body)
+        return b"small"
+
+    monkeypatch.setattr(gzip, "compress", compress)
+    server.publish(CONTENT)
+    assert fetch(server).body == CONTENT.metrics
+    assert compressed == []
+    assert {fetch(server, Accept_Encoding="gzip").body for _ in range(3)} == {b"small"}
+    assert compressed == [CONTENT.metrics]
+
+
 def test_headers_say_nothing_about_the_program(server: ExporterServer) -> None:
     assert fetch(server).headers.keys() == {
         "Date",
