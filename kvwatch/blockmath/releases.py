@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import total_ordering
+from functools import lru_cache, total_ordering
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
 
@@ -79,6 +79,7 @@ _VERSION = re.compile(
 )
 
 
+@lru_cache(maxsize=64)
 def _rules(version: tuple[int, ...], engine: Engine) -> Mapping[str, Any]:
     found = {
         name: next(value for since, value in reversed(history) if version >= since)

@@ -43,7 +43,10 @@ def forecast(snapshot: NodeSnapshot, config: Config, history: History | None = N
     """
     history = history or History()
     servers = {server.name: server for server in snapshot.servers}
-    restart = {name: forecast_restart(server, snapshot, config) for name, server in servers.items()}
+    restart = {
+        name: forecast_restart(server, snapshot, config, history.verdicts.get(name))
+        for name, server in servers.items()
+    }
     history.add(snapshot, restart)
     outlook = {name: _ahead(history.outlook(server), restart[name]) for name, server in servers.items()}
     together = {name: forecast_together(name, restart) for name in servers}

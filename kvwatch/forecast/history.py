@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -75,15 +75,21 @@ class _Shelf(Generic[T]):
 
 
 class History:
-    """Series per server and card, fed once per cycle. A restarted server begins anew."""
+    """Series per server and card, fed once per cycle. A restarted server begins anew.
+
+    Attributes:
+        verdicts: those of the newest cycle, by server.
+    """
 
     def __init__(self) -> None:
+        self.verdicts: Mapping[str, RestartForecast] = {}
         self._margins = _Shelf(Series)
         self._free = _Shelf(Series)
         self._others: _Shelf[deque[int]] = _Shelf(lambda: deque(maxlen=RECENT_CYCLES))
 
     def add(self, snapshot: NodeSnapshot, forecasts: dict[str, RestartForecast]) -> None:
         """Remember one cycle and forget servers that are gone."""
+        self.verdicts = forecasts
         alive = {_identity(server) for server in snapshot.servers}
         for shelf in (self._margins, self._free, self._others):
             shelf.begin(alive)

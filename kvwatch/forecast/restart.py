@@ -52,10 +52,16 @@ class RestartForecast:
         return self.verdict.blocking.check if self.verdict and self.verdict.blocking else None
 
 
-def forecast_restart(server: ServerState, snapshot: NodeSnapshot, config: Config) -> RestartForecast:
-    """Judge one server. Never raises for what the node looks like: what is missing gives `unknown`."""
+def forecast_restart(
+    server: ServerState, snapshot: NodeSnapshot, config: Config, before: RestartForecast | None = None
+) -> RestartForecast:
+    """Judge one server. Never raises for what the node looks like: what is missing gives `unknown`.
+
+    Args:
+        before: the verdict of the last cycle, to spare what would come out the same.
+    """
     try:
-        found = situation(server, snapshot, config.restart)
+        found = situation(server, snapshot, config.restart, before.situation if before else None)
         verdict = found.judge()
     except Unsupported as unsupported:
         return RestartForecast(server.name, None, None, Unknown(unsupported.reason, str(unsupported)))

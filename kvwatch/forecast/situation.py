@@ -12,6 +12,7 @@ from kvwatch.blockmath.errors import Refused, Unsupported
 from kvwatch.blockmath.flags import Flags
 from kvwatch.blockmath.pool import Pool, plan_pool
 from kvwatch.blockmath.releases import Release
+from kvwatch.blockmath.settings import check_flags_exist
 from kvwatch.blockmath.startup import CheckResult, RankMemory, Verdict, judge, requested_bytes
 from kvwatch.config import Restart
 from kvwatch.forecast.wake import reserved_for_sleepers
@@ -96,6 +97,18 @@ class Situation:
     assumptions: tuple[str, ...]
     costs: Restart
 
+    def has_pool_of(
+        self,
+        config: Mapping[str, Any],
+        flags: Flags,
+        device: Device,
+        release: Release,
+        effective_block_size: int | None,
+    ) -> bool:
+        """Whether the pool was planned from just these; a file that was read again counts as another."""
+        planned = (self.flags, self.device, self.release, self.effective_block_size)
+        return self.config is config and planned == (flags, device, release, effective_block_size)
+
     def start_cost(self, flags: Flags) -> int:
         """Bytes per GPU that a start takes before vLLM compares free memory with its budget."""
         return self.costs.cuda_context + (self.costs.nccl if flags.tp * flags.pp > 1 else 0)
@@ -124,6 +137,8 @@ class Situation:
             )
         flags = self.flags.with_changes(**given)
         try:
+            if changes:
+                check_flags_exist(changes, self.release)
             pool = self.pool if given.keys() <= NOT_IN_THE_POOL else self._plan(flags)
         except Refused as refusal:
             return refused(refusal)
@@ -177,8 +192,13 @@ def refused(refusal: Refused) -> Verdict:
     )
 
 
-def situation(server: ServerState, snapshot: NodeSnapshot, settings: Restart) -> Situation:
+def situation(
+    server: ServerState, snapshot: NodeSnapshot, settings: Restart, before: Situation | None = None
+) -> Situation:
     """Measure a running server.
+
+    Args:
+        before: of the same server one cycle ago, whose pool still holds where its inputs do.
 
     Raises:
         Unsupported: an input is missing or contradicts another; the reason is fit for a label.
@@ -190,13 +210,17 @@ def situation(server: ServerState, snapshot: NodeSnapshot, settings: Restart) ->
     engines = _engines(page)
     flags, assumptions = _next_flags(server, engines[0])
     device = _device(server, snapshot)
-    pool = plan_pool(
-        config,
-        flags,
-        device=device,
-        release=release,
-        effective_block_size=None if flags.block_size else engines[0].block_size,
-    )
+    block_size = engines[0].block_size
+    if before is not None and before.has_pool_of(config, flags, device, release, block_size):
+        pool = before.pool
+    else:
+        pool = plan_pool(
+            config,
+            flags,
+            device=device,
+            release=release,
+            effective_block_size=None if flags.block_size else block_size,
+        )
     _check_against_server(pool, server, engines)
     sites = _sites(server, snapshot, flags, pool, engines, release)
     if any(site.free_next is None for site in sites):
@@ -209,7 +233,7 @@ def situation(server: ServerState, snapshot: NodeSnapshot, settings: Restart) ->
         device=device,
         pool=pool,
         sites=sites,
-        effective_block_size=engines[0].block_size,
+        effective_block_size=block_size,
         basis="measured",
         assumptions=(
             *assumptions,

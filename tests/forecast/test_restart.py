@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwatch.blockmath.flags import Flags
+from kvwatch.blockmath.releases import Release
 from kvwatch.config import GIB, Config, Restart
 from kvwatch.forecast.restart import RestartForecast, forecast_restart
-from kvwatch.node import join
+from kvwatch.node import ServerState, join
 from kvwatch.observe.cycle import Observation
-from kvwatch.observe.records import Failure, NvmlRecord
+from kvwatch.observe.records import Failure, ModelConfig, NvmlRecord, VllmRecord
 from tests.nodes import (
     LLAMA_8B_BLOCK,
     PARENT,
@@ -211,3 +213,47 @@ def test_more_foreign_memory_never_helps(less: int, more: int) -> None:
     few, many = (judge(serving_node((notebook, held), own=GIB)) for held in (low, high))
     assert margins(many)["free_memory"] == margins(few)["free_memory"] - (high - low)
     assert not (many.feasible and not few.feasible)
+
+
+# --- from one cycle to the next -------------------------------------------------------------------------
+
+
+def test_a_pool_is_planned_once_while_its_inputs_stay() -> None:
+    snapshot = join(serving_node(), Config())
+    first = forecast_restart(snapshot.servers[0], snapshot, Config())
+    again = forecast_restart(snapshot.servers[0], snapshot, Config(), first)
+    assert again == first
+    assert first.situation is not None
+    assert again.situation is not None
+    assert again.situation.pool is first.situation.pool
+
+
+def _other_flags(server: ServerState) -> ServerState:
+    flags = server.launch.flags.with_changes(kv_cache_dtype="fp8")
+    return replace(server, launch=replace(server.launch, flags=flags))
+
+
+def _other_release(server: ServerState) -> ServerState:
+    return replace(server, release=Release.parse("0.11.0"))
+
+
+def _other_model(server: ServerState) -> ServerState:
+    assert isinstance(server.model_config, ModelConfig)
+    config = {**server.model_config.config, "num_hidden_layers": 16}
+    return replace(server, model_config=replace(server.model_config, config=config))
+
+
+def _other_block_size(server: ServerState) -> ServerState:
+    assert isinstance(server.page, VllmRecord)
+    engines = tuple(replace(engine, block_size=64) for engine in server.page.engines)
+    return replace(server, page=replace(server.page, engines=engines))
+
+
+@pytest.mark.parametrize("change", [_other_flags, _other_release, _other_model, _other_block_size])
+def test_a_pool_is_planned_anew_once_an_input_changes(change: Callable[[ServerState], ServerState]) -> None:
+    snapshot = join(serving_node(), Config())
+    first = forecast_restart(snapshot.servers[0], snapshot, Config())
+    changed = change(snapshot.servers[0])
+    then = forecast_restart(changed, snapshot, Config(), first)
+    assert then == forecast_restart(changed, snapshot, Config())
+    assert then != first
