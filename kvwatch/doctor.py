@@ -99,6 +99,7 @@ _VLLM_GRANTS: Mapping[str, str] = {
     "http_403": "servers[].token_file in kvwatch.yaml: a file with the key of --api-key",
     "not_vllm": "correct servers[].url in kvwatch.yaml: what answers there is no vLLM server",
     "not_opened": "make the named file readable for kvwatch's user: chgrp kvwatch FILE; chmod g+r FILE",
+    "token_unreadable": "make that file readable for kvwatch's user, or correct servers[].token_file",
     "no_address": "name the server's address as servers[].url in kvwatch.yaml",
 }
 _VLLM_GRANT = "curl the server's /metrics from here and compare"
@@ -269,9 +270,8 @@ def _page(subject: str, page: VllmRecord | Failure) -> Iterator[Check]:
         )
         yield Check(subject, State.MISSING, page.detail, costs, _VLLM_GRANTS.get(page.reason, _VLLM_GRANT))
         return
-    yield Check(
-        subject, State.OK, f"answers, release {page.version or 'unknown'}, {counted(len(page.engines), 'engine')}"
-    )
+    release, engines = page.version or "unknown", counted(len(page.engines), "engine")
+    yield Check(subject, State.OK, f"answers, release {release}, {engines}")
     for failure in page.failures:
         yield Check(
             subject,

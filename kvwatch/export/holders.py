@@ -11,7 +11,7 @@ from kvwatch import __version__
 from kvwatch.blockmath.startup import Verdict
 from kvwatch.export.cycle import Cycle
 from kvwatch.export.document import holder_document
-from kvwatch.export.text import COLUMNS, table, wrapped
+from kvwatch.export.text import COLUMNS, source_down, table, wrapped
 from kvwatch.forecast.gain import Gain, gains
 from kvwatch.node import GpuState, Holder
 from kvwatch.observe.records import Process
@@ -69,7 +69,7 @@ def holders_text(cycle: Cycle) -> str:
     """A table of all holders, then what to know of those that nobody expects; 80 columns."""
     parts = [_table(cycle), *_explanations(cycle), *_blind_spots(cycle.snapshot.gpus)]
     parts.extend(
-        f"{source.name}: {source.failure.detail if source.failure else 'no answer'}"
+        source_down(source)
         for source in cycle.snapshot.sources
         if not source.up and source.name in ("nvml", "processes")
     )

@@ -12,6 +12,7 @@ from kvwatch.forecast.pending import PendingForecast
 from kvwatch.forecast.restart import RestartForecast
 from kvwatch.headroom import headroom
 from kvwatch.node import GpuState, ServerState
+from kvwatch.observe.cycle import SourceStatus
 from kvwatch.observe.records import VllmRecord
 from kvwatch.ownership import Owner
 from kvwatch.units import bytes_text, duration_text
@@ -86,10 +87,14 @@ def status_text(cycle: Cycle) -> str:
         if lines:
             parts.append("\n".join([f"{server.name}:", *(wrapped(line) for line in lines)]))
     down = [source for source in snapshot.sources if not source.up]
-    parts.extend(
-        f"{source.name}: {source.failure.detail if source.failure else 'no answer'}" for source in down
-    )
+    parts.extend(source_down(source) for source in down)
     return "\n\n".join(parts)
+
+
+def source_down(source: SourceStatus) -> str:
+    """Which source gave no answer, and why."""
+    detail = source.failure.detail if source.failure else "no answer"
+    return wrapped(f"{source.name}: {detail}", indent="")
 
 
 def wrapped(line: str, *, indent: str = "  ") -> str:

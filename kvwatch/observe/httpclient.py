@@ -208,7 +208,8 @@ class HttpClient:
         if self._is_overdue():
             return HttpError("timeout", f"{path}: no complete answer in time")
         reason = next((name for kind, name in _REASONS if isinstance(error, kind)), "http_error")
-        return HttpError(reason, f"{path}: {reason.replace('_', ' ')} ({_described(error)})")
+        words, cause = reason.replace("_", " "), _described(error)
+        return HttpError(reason, f"{path}: {words}" + ("" if cause.lower() == words else f" ({cause})"))
 
 
 class _BoundedSocket:
@@ -291,4 +292,5 @@ def _tls_context(verify: bool | str) -> ssl.SSLContext:
 
 
 def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error)[:200]}"
+    told = getattr(error, "verify_message", None) or getattr(error, "strerror", None)
+    return told or f"{type(error).__name__}: {str(error)[:200]}"

@@ -86,7 +86,8 @@ class VllmSource:
                 page = self._page()
             except (HttpError, MalformedPage) as error:
                 self._metadata = None
-                return Failure("vllm", error.reason, str(error))
+                where = f"{self.base_url}/metrics: "
+                return Failure("vllm", error.reason, where + str(error).removeprefix("/metrics: "))
             metadata = self._current_metadata(page)
         if not page.has_vllm_families and metadata.version is None:
             return Failure("vllm", "not_vllm", f"{self.base_url}/metrics shows no vLLM family")
@@ -103,7 +104,7 @@ class VllmSource:
         if reply.status != 200:
             raise HttpError(f"http_{reply.status}", f"/metrics: HTTP status {reply.status}")
         if reply.content_type in ("text/html", "application/json"):
-            raise MalformedPage("not_metrics", f"/metrics: the answer is {reply.content_type}")
+            raise MalformedPage("not_metrics", f"the answer is {reply.content_type}")
         return read_page(reply.body)
 
     def _current_metadata(self, page: VllmPage) -> _Metadata:

@@ -7,6 +7,7 @@ import pytest
 from kvwatch.blockmath.flags import Flags
 from kvwatch.config import GIB, Config, Plan
 from kvwatch.export.text import _ranges, status_text, table
+from kvwatch.observe.cycle import SourceStatus
 from kvwatch.observe.records import Failure, NvmlRecord
 from tests.export.test_page import NOTEBOOK, cycle
 from tests.nodes import observation, process, server, serving_node
@@ -91,3 +92,11 @@ def test_plans_are_told_beside() -> None:
 def test_a_node_without_servers_or_nvml() -> None:
     text = status_text(cycle(observation(Failure("nvml", "library_not_found", "no libnvidia-ml.so.1"))))
     assert "no vLLM server found" in text
+
+
+def test_what_is_down_is_told_in_80_columns() -> None:
+    gone = Failure("nvml", "library_not_found", "not found: " + "word " * 30)
+    status = SourceStatus("nvml", up=False, last_success=None, seconds=None, failure=gone)
+    text = status_text(cycle(replace(serving_node(), nvml=gone, sources=(status,))))
+    assert "\n\nnvml: not found: word" in text
+    assert max(map(len, text.splitlines())) <= 80

@@ -343,7 +343,11 @@ def test_nobody_listens() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         source = VllmSource(f"http://127.0.0.1:{unused.getsockname()[1]}")
-        assert failure(source).reason == "connection_refused"
+        found = failure(source)
+    assert (found.reason, found.detail) == (
+        "connection_refused",
+        f"{source.base_url}/metrics: connection refused",
+    )
 
 
 def test_tls_to_a_plain_server(server: ScriptedServer) -> None:
