@@ -263,8 +263,44 @@ def check_parallel(config: ModelConfig, traits: Traits, flags: Flags) -> None:
             f"Total number of attention heads ({heads}) must be divisible by "
             f"tensor parallel size ({flags.tp}).",
         )
+    if flags.dcp > 1:
+        _check_decode_context(config, traits, flags)
     if flags.pp > 1 and not traits.pipeline:
         raise Refused("pipeline_unsupported", "Pipeline parallelism is not supported for this model.")
+
+
+def _check_decode_context(config: ModelConfig, traits: Traits, flags: Flags) -> None:
+    """Ranks that share a KV head split its tokens; MLA's one latent counts for any number."""
+    tp, dcp = flags.tp, flags.dcp
+    if tp % dcp and not flags.prefill_context_parallel_size:
+        raise Refused("indivisible_ranks", f"tp_size={tp} must be divisible by dcp_size={dcp}.")
+    heads = config.text.get("num_key_value_heads")
+    if not traits.mla and isinstance(heads, int) and heads > 0 and dcp * heads > tp:
+        raise Refused(
+            "decode_context_too_large",
+            f"--decode-context-parallel-size ({dcp}) needs a --tensor-parallel-size ({tp}) of at least "
+            f"{dcp * heads} with {heads} model KV heads.",
+        )
+
+
+def check_flags_exist(flags: Flags, release: Release) -> None:
+    """Refuse what the release's parser does not have.
+
+    Raises:
+        Refused: in the parser's words.
+    """
+    missing = [
+        f"--{name.replace('_', '-')} {value:g}"
+        for name, exists in (
+            ("swap_space", release.has_swap_space),
+            ("kv_cache_memory_bytes", release.has_kv_cache_memory_bytes),
+        )
+        if (value := getattr(flags, name)) is not None and not exists
+    ]
+    if missing:
+        raise Refused("unrecognized_arguments", f"vllm: error: unrecognized arguments: {' '.join(missing)}")
+    if flags.max_model_len == AUTO_LENGTH and not release.has_auto_length:
+        raise Refused("bad_argument", "vllm: error: argument --max-model-len: invalid int value: 'auto'")
 
 
 def model_dtype(config: ModelConfig, flags: Flags, *, device: Device, pooling: bool = False) -> str:

@@ -299,12 +299,13 @@ class _Judged:
 
     def _left_of_card(self, rank: RankMemory) -> int | None:
         """Free bytes once weights and KV cache are in place; activations count as held."""
-        available = self.available(rank)
-        if rank.free_bytes is None or available is None:
+        if self.pool.blocks_override is None:
+            cache = self.available(rank)
+        else:
+            cache = self.pool.blocks_override * self.pool.bytes_per_block[rank.stage]
+        if rank.free_bytes is None or rank.non_kv_bytes is None or cache is None:
             return None
-        if rank.non_kv_bytes is None:
-            return None
-        return rank.free_bytes - rank.non_kv_bytes - available
+        return rank.free_bytes - rank.non_kv_bytes - cache
 
     def _sampler_warmup(self, rank: RankMemory) -> CheckResult | None:
         vocabulary = self.pool.vocabulary

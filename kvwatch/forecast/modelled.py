@@ -13,6 +13,7 @@ from typing import Any
 from kvwatch.blockmath.errors import Refused, Unsupported
 from kvwatch.blockmath.flags import Flags
 from kvwatch.blockmath.pool import Pool, plan_pool
+from kvwatch.blockmath.settings import check_flags_exist
 from kvwatch.blockmath.startup import RankMemory, Verdict, judge
 from kvwatch.forecast.situation import RankSite, Situation, cuda_total, refused
 from kvwatch.forecast.sizing import Scenario, Sizing, size_up
@@ -57,6 +58,7 @@ def judge_modelled(
     swapped = config is not None
     config = found.config if config is None else config
     try:
+        check_flags_exist(changes, found.release)
         before = size_up(Scenario(found.config, found.flags, found.device, found.release))
         after = size_up(Scenario(config, flags, found.device, found.release))
         block_size = None if swapped or flags.block_size else found.effective_block_size

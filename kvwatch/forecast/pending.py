@@ -17,6 +17,7 @@ from kvwatch.blockmath.errors import Refused, Unsupported
 from kvwatch.blockmath.flags import Flags
 from kvwatch.blockmath.pool import plan_pool
 from kvwatch.blockmath.releases import Release
+from kvwatch.blockmath.settings import check_flags_exist
 from kvwatch.blockmath.startup import Verdict
 from kvwatch.config import Config
 from kvwatch.forecast.modelled import judge_modelled
@@ -55,9 +56,6 @@ _TOLD_BY_THE_PAGE = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_o
 _RANKS = frozenset({"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"})
 _GROWS_WITH = frozenset({"max_num_batched_tokens", "max_num_seqs"})
 """Flags that move memory beside the KV cache in one direction only."""
-
-_FLAG_EXISTS = {"swap_space": "has_swap_space", "kv_cache_memory_bytes": "has_kv_cache_memory_bytes"}
-"""Flags that some releases do not have, by the property of the release that tells."""
 
 _NO_BEARING = frozenset(
     {
@@ -357,15 +355,15 @@ class _Judge:
         release, same = self._release, "vllm_version" not in self._moved
         if release is None:
             return
-        flags, running = self.start.flags, self.server.launch.flags
-        unknown = [
-            f"--{name.replace('_', '-')} {_text(value)}"
-            for name, exists in _FLAG_EXISTS.items()
-            if (value := getattr(flags, name)) is not None
-            and not getattr(release, exists)
-            and not (same and value == getattr(running, name))
-        ]
-        if not unknown and release.version == Release.parse(serve_flags.RELEASE).version:
+        running = self.server.launch.flags
+        new = {
+            name: value
+            for name, value in self.start.flags.given().items()
+            if not same or value != getattr(running, name)
+        }
+        check_flags_exist(Flags(**new), release)
+        unknown: list[str] = []
+        if release.version == Release.parse(serve_flags.RELEASE).version:
             ours = self.server.launch.unknown_flags if same else ()
             unknown = [flag for flag in self.start.unknown_flags if flag not in ours]
         if unknown:

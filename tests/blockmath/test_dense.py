@@ -63,6 +63,27 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     assert refusal.value.kind == "indivisible_heads"
 
 
+@pytest.mark.parametrize(
+    ("tp", "dcp", "kind"),
+    [
+        (1, 2, "indivisible_ranks"),
+        (16, 3, "indivisible_ranks"),
+        (8, 2, "decode_context_too_large"),
+        (16, 4, "decode_context_too_large"),
+        (16, 2, None),
+        (32, 4, None),
+    ],
+)
+def test_decode_contexts_are_split_among_ranks_that_share_a_head(tp: int, dcp: int, kind: str | None) -> None:
+    sizes: dict[str, Any] = {"tensor_parallel_size": tp, "decode_context_parallel_size": dcp}
+    if kind is None:
+        assert plan(**sizes).bytes_per_block == plan(tensor_parallel_size=tp).bytes_per_block
+        return
+    with pytest.raises(Refused) as refusal:
+        plan(**sizes)
+    assert refusal.value.kind == kind
+
+
 def test_length_beyond_the_derived_one_is_refused() -> None:
     with pytest.raises(Refused) as refusal:
         plan(max_model_len=131073)

@@ -113,6 +113,12 @@ def test_blocks_told_outright_are_what_one_request_must_fit() -> None:
     assert of(verdict(release=before, num_gpu_blocks_override=10), "one_request") == [True]
 
 
+def test_blocks_that_are_told_must_fit_in_the_card() -> None:
+    """62 GiB are left beside the weights, 2 MiB go into a block."""
+    assert verdict(num_gpu_blocks_override=31 * 1024 - 512).feasible is True
+    assert verdict(num_gpu_blocks_override=40_000).failure_kind == "cuda_oom_sampler_warmup"
+
+
 def test_automatic_length_fails_only_without_room_for_one_token() -> None:
     fitting = verdict(card(non_kv_bytes=72 * GIB), max_model_len=-1)
     assert fitting.feasible is True

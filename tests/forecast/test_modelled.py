@@ -14,7 +14,7 @@ from kvwatch.forecast.restart import forecast_restart
 from kvwatch.node import join
 from kvwatch.observe.cycle import Observation
 from kvwatch.observe.records import Failure, ModelConfig
-from tests.nodes import LLAMA_8B, LLAMA_8B_BLOCK, PARENT, gpu, observation, process, server
+from tests.nodes import LLAMA_8B, LLAMA_8B_BLOCK, PARENT, gpu, observation, process, server, vllm_page
 
 # What an 8B in bf16 leaves of 0.92 of the card: 14.96 GiB of weights and some two GiB beside.
 BLOCKS = 28_000
@@ -48,6 +48,25 @@ def available(found: PlanForecast) -> int:
 def test_a_plan_that_leaves_all_but_the_cache_is_measured() -> None:
     found = judge(node(), max_model_len=65536, kv_cache_dtype="fp8")
     assert (found.feasible, found.basis) == (True, "measured")
+
+
+@pytest.mark.parametrize(
+    ("release", "flags"),
+    [
+        ("0.32.0", {"swap_space": 4}),
+        ("0.32.0", {"swap_space": 4, "max_num_seqs": 16}),
+        ("0.10.1", {"kv_cache_memory_bytes": "4G"}),
+        ("0.13.0", {"max_model_len": "auto"}),
+    ],
+)
+def test_a_flag_that_the_release_does_not_have(release: str, flags: dict[str, Any]) -> None:
+    page = vllm_page(version=release, num_blocks=BLOCKS, max_concurrency=None, size_tokens=None)
+    seen = node()
+    found = judge(replace(seen, servers=(replace(seen.servers[0], vllm=page),)), **flags)
+    assert found.verdict is not None, found.unknown
+    assert found.verdict.blocking is not None
+    assert found.verdict.blocking.check == "configuration"
+    assert "argument" in (found.verdict.message or "")
 
 
 def test_fewer_sequences_give_the_cache_what_the_sampler_took() -> None:
