@@ -220,7 +220,7 @@ def test_new_configurations_start_no_second_thread_beside_one_that_hangs(
     finally:
         release.set()
     monkeypatch.undo()
-    assert isinstance(watch.observe().servers[0].model, ModelConfig)
+    assert wait_until(lambda: isinstance(watch.observe().servers[0].model, ModelConfig), 10)
     watch.close()
     wait_until(lambda: threading.active_count() == before, 10)
 
