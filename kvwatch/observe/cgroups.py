@@ -125,7 +125,7 @@ def _pod(segments: Iterable[str]) -> str | None:
 def _slurm_job(segments: list[str]) -> str | None:
     in_slurm = False
     for segment in segments:
-        in_slurm = in_slurm or segment.startswith("slurm")
+        in_slurm = in_slurm or segment.startswith("slurm") or segment.endswith("_slurmstepd.scope")
         if in_slurm and (match := _SLURM_JOB.match(segment)):
             return match[1]
     return None

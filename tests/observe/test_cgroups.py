@@ -80,6 +80,7 @@ def test_lxc_monitor_is_no_container(path: str) -> None:
         "/slurm/uid_1000/job_1234/step_0/task_0",
         "/slurm_node7/uid_1000/job_1234/step_batch",
         "/system.slice/slurmstepd.scope/job_1234/step_0/user/task_0",
+        "/system.slice/node7_slurmstepd.scope/job_1234/step_batch/user/task_0",
     ],
 )
 def test_slurm_jobs(path: str) -> None:
