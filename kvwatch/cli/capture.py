@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvwatch.cli.common import EXIT_USAGE, add_config_argument, complain, config_or_complain
+from kvwatch.export.textfile import check_replaceable
 from kvwatch.observe.capture import Capture, capture_bytes, take_capture
 from kvwatch.observe.cycle import Observer
 from kvwatch.observe.local import LocalSources
@@ -72,8 +73,10 @@ def write_private(path: Path, data: bytes, *, overwrite: bool) -> None:
 
     Raises:
         FileExistsError: there is one, and it is not to be overwritten.
-        OSError: the folder is not writable or the disk is full; nothing is left behind.
+        OSError: the folder is not writable, the disk is full, or what is there is no regular file; nothing is
+            left behind.
     """
+    check_replaceable(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
     try:

@@ -171,14 +171,14 @@ def _is_kvwatch(address: str) -> bool:
 def _textfile(path: Path | None) -> Sequence[Check]:
     if path is None:
         return ()
+    costs = f"{path}; the page over HTTP is not touched by it"
+    if path.exists() and not path.is_file():
+        found, grant = f"{path} is not a file", "name a file that kvwatch may replace, such as kvwatch.prom"
+        return (Check("textfile", State.MISSING, found, costs, grant),)
     if os.access(path.parent, os.W_OK | os.X_OK):
         return (Check("textfile", State.OK, f"{path.parent} can be written to"),)
-    return (
-        Check(
-            "textfile",
-            State.MISSING,
-            f"{path.parent} is not there or not writable",
-            f"{path}; the page over HTTP is not touched by it",
-            f"sudo install -d -o {read_host().user} {path.parent}",
-        ),
+    found, grant = (
+        f"{path.parent} is not there or not writable",
+        f"sudo install -d -o {read_host().user} {path.parent}",
     )
+    return (Check("textfile", State.MISSING, found, costs, grant),)

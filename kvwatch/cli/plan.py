@@ -313,4 +313,7 @@ def _size(text: str, option: str) -> int:
     power = " kmgt".index(unit.lower() or " ")
     if power == 0 and float(number) < 1 << 20:
         raise InputError(f"{option} {text}: say the unit, such as {number}GiB")
-    return int(float(number) * (1024 if binary else 1000) ** power)
+    size = int(float(number) * (1024 if binary else 1000) ** power)
+    if not size:
+        raise InputError(f"{option} {text}: not a size above 0")
+    return size

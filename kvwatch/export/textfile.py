@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
+
+
+def check_replaceable(path: Path) -> None:
+    """Let nobody replace a device, a pipe or a socket by a file: root could, even /dev/null.
+
+    Raises:
+        OSError: there is one of that name.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "not a regular file, so it is not replaced", str(path))
 
 
 def write_textfile(path: Path, page: bytes) -> None:
     """Replace the file in one step: a reader sees the old page or the new one, never a part.
 
     Raises:
-        OSError: the folder is not writable or the disk is full; the old file is left as it was.
+        OSError: the folder is not writable, the disk is full, or what is there is no regular file; it is left
+            as it was.
     """
+    check_replaceable(path)
     # Always the same name, so that a writer killed in between leaves one scrap at most, until the next write.
     draft = path.with_name(f".{path.name}.new")
     draft.unlink(missing_ok=True)

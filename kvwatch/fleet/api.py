@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,7 +110,15 @@ class PrometheusApi:
 def _verify(access: Access) -> bool | str:
     if access.insecure_skip_verify:
         return False
-    return str(access.ca_file) if access.ca_file else True
+    if access.ca_file is None:
+        return True
+    try:
+        ssl.create_default_context(cafile=access.ca_file)
+    except ssl.SSLError:
+        raise ApiError(f"{access.ca_file}: no certificate in PEM format") from None
+    except OSError as error:
+        raise ApiError(f"{access.ca_file}: {error.strerror}") from None
+    return str(access.ca_file)
 
 
 def _authorization(access: Access) -> Callable[[requests.PreparedRequest], requests.PreparedRequest] | None:

@@ -134,6 +134,14 @@ def test_a_file_that_appears_meanwhile_is_not_overwritten_either(tmp_path: Path)
     assert path.read_text() == "mine"
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "node.json"
+    os.mkfifo(pipe)
+    assert main(["capture", "--force", str(pipe)]) == 1
+    assert capsys.readouterr().err == f"kvwatch: {pipe}: not a regular file, so it is not replaced\n"
+    assert pipe.is_fifo()
+
+
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "none" / "node.json"
     assert main(["capture", str(path)]) == 1

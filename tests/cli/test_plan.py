@@ -233,6 +233,7 @@ def test_weights_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("config.json", "--gpu", "H10O"), "H100"),
         (("config.json", "--gpu-memory", "80"), "say the unit"),
         (("config.json", "--gpu-memory", "much"), "not a size"),
+        (("config.json", "--gpu-memory", "0GiB"), "not a size above 0"),
         (("config.json", "--gpu", "H100", "--max-model-len", "long"), "max-model-len"),
         (("config.json", "--gpu", "H100", "--sweep", "speed=1"), "speed"),
         (("config.json", "--gpu", "H100", "--sweep", "block-size"), "give its values"),

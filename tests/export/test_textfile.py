@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +70,12 @@ def test_what_others_put_in_its_way_is_not_written_to(tmp_path: Path) -> None:
     write_textfile(path, b"new\n")
     assert other.read_bytes() == b"precious"
     assert path.read_bytes() == b"new\n"
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "kvwatch.prom"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="not a regular file, so it is not replaced"):
+        write_textfile(pipe, b"new\n")
+    assert list(tmp_path.iterdir()) == [pipe]
+    assert pipe.is_fifo()

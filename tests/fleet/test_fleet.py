@@ -282,6 +282,14 @@ def test_says_that_the_token_cannot_be_read(tmp_path: Path) -> None:
         ask(Access("http://127.0.0.1:1", token_file=tmp_path / "none"))
 
 
+def test_says_what_is_wrong_with_the_authorities(tmp_path: Path) -> None:
+    with pytest.raises(ApiError, match="none: No such file"):
+        ask(Access("https://127.0.0.1:1", ca_file=tmp_path / "none"))
+    (tmp_path / "empty").touch()
+    with pytest.raises(ApiError, match="empty: no certificate in PEM format"):
+        ask(Access("https://127.0.0.1:1", ca_file=tmp_path / "empty"))
+
+
 @pytest.mark.parametrize("flag", [["--header", "nothing"], ["--timeout", "0"], ["--timeout", "inf"]])
 def test_refuses_flags_that_cannot_be_meant(flag: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
