@@ -98,6 +98,10 @@ def _panels() -> tuple[Panel, ...]:
                     "{{instance}} {{server}} waiting",
                 ),
                 Query(
+                    f"sum by (instance, server, reason) (kvwatch_requests_waiting_by_reason{{{SERVER}}})",
+                    "{{instance}} {{server}} waiting: {{reason}}",
+                ),
+                Query(
                     "sum by (instance, server)"
                     f" (rate(kvwatch_preemptions_total{{{SERVER}}}[$__rate_interval]))",
                     "{{instance}} {{server}} preempted/s",

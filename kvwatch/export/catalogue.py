@@ -92,6 +92,11 @@ FAMILIES: tuple[Family, ...] = (
         "Requests of full length that the whole pool holds.",
     ),
     _gauge("kvwatch_requests_waiting", "server engine", "Requests that wait for room or for their turn."),
+    _gauge(
+        "kvwatch_requests_waiting_by_reason",
+        "server engine reason",
+        "The same by what they wait for, as the server names it (0.20 and later).",
+    ),
     _counter(
         "kvwatch_preemptions_total",
         "server engine",

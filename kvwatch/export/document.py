@@ -120,6 +120,8 @@ def _server(server: ServerState, forecasts: Forecasts) -> dict[str, Any]:
                 "usage": engine.usage,
                 "running": engine.running,
                 "waiting": engine.waiting,
+                "waiting_by_reason": dict(engine.waiting_by_reason),
+                "preemptions": engine.preemptions,
                 **(_fields(headroom(server, engine, pool)) or {}),
             }
             for engine in (page.engines if page else ())

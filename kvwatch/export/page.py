@@ -171,6 +171,8 @@ def _add_engine(page: Page, server: ServerState, engine: Engine, room: Headroom)
     page.add("kvwatch_kv_headroom_requests", room.free_requests, **ids)
     page.add("kvwatch_kv_cache_max_concurrency", room.max_concurrency, **ids)
     page.add("kvwatch_requests_waiting", engine.waiting, **ids)
+    for reason, waiting in engine.waiting_by_reason.items():
+        page.add("kvwatch_requests_waiting_by_reason", waiting, **ids, reason=reason)
     page.add("kvwatch_preemptions_total", engine.preemptions, **ids)
 
 

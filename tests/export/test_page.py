@@ -66,7 +66,8 @@ NOTEBOOK = process(900, "ipykernel_launcher", user="dana", unit="jupyter.service
 
 def test_a_whole_node() -> None:
     config = Config(plans=(Plan("long", None, Flags(max_model_len=131072)),))
-    seen = serving_node((NOTEBOOK, GIB), waiting=3, preemptions=7)
+    reasons = {"capacity": 2.0, "deferred": 1.0}
+    seen = serving_node((NOTEBOOK, GIB), waiting=3, waiting_by_reason=reasons, preemptions=7)
     page = samples(build_page(cycle(seen, config), top=20))
     assert one(page, "kvwatch_gpu_memory_total_bytes", gpu="0", uuid="GPU-0") == TOTAL
     assert one(page, "kvwatch_gpu_memory_reserved_bytes") == RESERVED
@@ -93,6 +94,9 @@ def test_a_whole_node() -> None:
     assert one(page, "kvwatch_kv_cache_usage_ratio") == 0.1
     assert one(page, "kvwatch_kv_headroom_tokens") == (25_999 - 2_600) * 16
     assert one(page, "kvwatch_requests_waiting", server="llama", engine="0") == 3
+    for reason, waiting in reasons.items():
+        told = {"server": "llama", "engine": "0", "reason": reason}
+        assert one(page, "kvwatch_requests_waiting_by_reason", **told) == waiting
     assert one(page, "kvwatch_preemptions_total", server="llama", engine="0") == 7
     assert one(page, "kvwatch_kv_headroom_requests") == (25_999 - 2_600) // 2048
     assert one(page, "kvwatch_restart_feasible", server="llama") == 1
