@@ -176,9 +176,21 @@ def _tls(section: Section) -> tuple[ssl.SSLContext, tuple[Path, ...]]:
     return context, tuple(path for path in (cert, key, client_ca) if path is not None)
 
 
+_SSL_WORDS: Mapping[str | None, str] = MappingProxyType(
+    {
+        None: "not in PEM format",
+        "KEY_VALUES_MISMATCH": "the key is not the certificate's",
+        "NO_CERTIFICATE_OR_CRL_FOUND": "no certificate in PEM format",
+    }
+)
+"""OpenSSL's reasons as an operator would put them."""
+
+
 def _load(section: Section, fields: str, load: Callable[[], None]) -> None:
     try:
         load()
+    except ssl.SSLError as error:
+        raise section.error(f"{fields}: {_SSL_WORDS.get(error.reason, error)}") from None
     except (OSError, ValueError) as error:
         raise section.error(f"{fields}: {error}") from None
 

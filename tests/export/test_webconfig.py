@@ -327,7 +327,11 @@ def test_headers_are_added_to_every_answer(tmp_path: Path) -> None:
         ),
         (
             TLS.replace("server.key", "client.key"),
-            "web.yml:2: tls_server_config: cert_file or key_file: .*MISMATCH",
+            "web.yml:2: tls_server_config: cert_file or key_file: the key is not the certificate's",
+        ),
+        (
+            TLS.replace("server.key", "web.yml"),
+            "web.yml:2: tls_server_config: cert_file or key_file: not in PEM format",
         ),
         (
             TLS.replace("server.key", "locked.key"),
