@@ -64,7 +64,8 @@ def left_behind(
     """Those that are no servers: forked children of a dead one, which show their parent's command line.
 
     Releases before 0.10.1 gave them no title. They are known by what the ledger has of them, or, where they
-    were never seen before, by a port on which nothing listens long after the start.
+    were never seen before, by a port on which nothing listens long after the start. A server whose children
+    have titles is none of these, however long it loads.
     """
     return tuple(server for server in servers if _is_left_behind(server, lineage, ledger, now))
 
@@ -76,6 +77,9 @@ def _is_left_behind(server: ObservedServer, lineage: Lineage, ledger: Ledger, no
     entry = ledger.holders.get(identity(process))
     if entry and entry.origin and entry.origin.server != identity(process):
         return not lineage.alive(entry.origin.server)
+    members = (lineage.get(pid) for pid in server.members)
+    if any(member is not None and is_vllm_title(member.name) for member in members):
+        return False
     refused = isinstance(server.vllm, Failure) and server.vllm.reason == "connection_refused"
     late = now - process.start_time > STARTING_SECONDS
     return refused and late and lineage.descent(process).abandoned

@@ -217,6 +217,13 @@ def test_a_server_that_does_not_answer_is_no_orphan(server: Process, page: Failu
     assert found.owners == {100: Owner.SERVER}
 
 
+def test_a_server_may_load_for_hours() -> None:
+    """Hundreds of gigabytes over a network: its engine has a title, as no release's left-behinds have."""
+    core = child(101, "VLLM::EngineCore", FORKING)
+    found = look(SHELL, FORKING, core, holding=(101,), serving=(serves(FORKING, page=REFUSED),))
+    assert found.owners == {101: Owner.SERVER}
+
+
 # --- Ray ------------------------------------------------------------------------------------------------
 
 RAYLET = process(80, "raylet", argv=("/ray/core/src/ray/raylet/raylet", "--x"))
