@@ -28,11 +28,8 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import requests
-
 from kvwatch.config import GIB, MIB, Config
-from kvwatch.demo.node import DemoNode
-from kvwatch.demo.scenario import data, load_scenario
+from kvwatch.demo.scenario import data
 from kvwatch.export.page import build_page
 from kvwatch.monitor import Monitor
 from kvwatch.observe.cycle import Observer
@@ -88,6 +85,12 @@ def serve_pages() -> None:
 
     Connections stay open between two looks, as vLLM's do and the demo's do not.
     """
+    # Imported here, since the process that is measured must hold no more than `kvwatch run` does.
+    import requests
+
+    from kvwatch.demo.node import DemoNode
+    from kvwatch.demo.scenario import load_scenario
+
     with DemoNode(load_scenario(), speed=1) as node:
         answers = {
             path: requests.get(f"http://127.0.0.1:{node.port}{path}", timeout=10)
