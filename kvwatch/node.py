@@ -344,11 +344,29 @@ def _release(page: VllmRecord | Failure) -> Release | None:
 def _server_gpus(server: ObservedServer, name: str, gpus: tuple[GpuState, ...]) -> tuple[str, ...]:
     """Where its ranks run: as configured, else the cards on which its processes hold most.
 
-    A rank can keep a small context on cards that are another rank's; those are not counted as ranks.
+    A rank can keep a small context on cards that are another rank's; those are not counted as ranks. Ranks
+    take the cards in the order in which the server sees them.
     """
     if server.settings and server.settings.gpus:
         return server.settings.gpus
-    held = {state.gpu.index: state.held_by_server(name) or 0 for state in gpus if name in state.servers}
+    visible = server.launch.visible_devices or ()
+    if ",".join(visible) == server.launch.environment.get("NVIDIA_VISIBLE_DEVICES"):
+        visible = ()  # A container's list has no order of its own.
+    seen = sorted(
+        (state for state in gpus if name in state.servers), key=lambda state: _place(state, visible)
+    )
+    held = {state.gpu.index: state.held_by_server(name) or 0 for state in seen}
     ranks = server.launch.flags.tp * server.launch.flags.pp * server.launch.flags.dp
     largest = sorted(held, key=lambda index: -held[index])[:ranks]
     return tuple(index for index in held if index in largest)
+
+
+def _place(state: GpuState, visible: tuple[str, ...]) -> int:
+    """Where a list as of CUDA_VISIBLE_DEVICES names a card: by index, or by the beginning of its UUID."""
+    gpu = state.gpu
+    places = (
+        place
+        for place, named in enumerate(visible)
+        if named == gpu.index or (not named.isdigit() and (gpu.uuid or "").startswith(named))
+    )
+    return next(places, len(visible))

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -115,6 +119,34 @@ def test_ranks_with_small_contexts_elsewhere_are_not_ranks_there() -> None:
     snapshot = join(observation(cards, (process(10, "VLLM::Worker_TP0"),), (one,)), Config())
     assert snapshot.servers[0].gpus == ("2", "3")
     assert snapshot.gpus[0].held_by_server("llama") == 800 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks"),
+    [(None, "0123"), (("3", "1", "0", "2"), "3102"), (("GPU-2", "GPU-0", "GPU-3", "GPU-1"), "2031")],
+)
+def test_ranks_take_cards_in_the_order_in_which_the_server_sees_them(
+    visible: tuple[str, ...] | None, ranks: str
+) -> None:
+    """Under pipeline parallelism each rank has other layers."""
+    cards = tuple(gpu({200 + number: 60 * GIB}, index=str(number)) for number in range(4))
+    one = server(members=frozenset(range(200, 204)), flags=Flags(pipeline_parallel_size=4))
+    one = replace(one, launch=replace(one.launch, visible_devices=visible))
+    workers = tuple(process(200 + number, f"VLLM::Worker_PP{number}") for number in range(4))
+    snapshot = join(observation(cards, workers, (one,)), Config())
+    assert "".join(snapshot.servers[0].gpus) == ranks
+
+
+def test_a_containers_list_of_cards_has_no_order() -> None:
+    cards = tuple(gpu({200 + number: 60 * GIB}, index=str(number)) for number in range(2))
+    one = server(members=frozenset({200, 201}), flags=Flags(pipeline_parallel_size=2))
+    listed: dict[str, Any] = {
+        "visible_devices": ("GPU-1", "GPU-0"),
+        "environment": {"NVIDIA_VISIBLE_DEVICES": "GPU-1,GPU-0"},
+    }
+    one = replace(one, launch=replace(one.launch, **listed))
+    workers = tuple(process(200 + number, f"VLLM::Worker_PP{number}") for number in range(2))
+    assert join(observation(cards, workers, (one,)), Config()).servers[0].gpus == ("0", "1")
 
 
 def test_failures_of_every_source_are_collected() -> None:

@@ -257,9 +257,14 @@ def _elsewhere(host: str | None) -> str:
 def visible_devices(
     command: CommandLine, environment: Mapping[str, str], *, contained: bool
 ) -> tuple[str, ...] | None:
-    """GPUs that the server sees, as the node's indices or UUIDs; each list selects from the one before it."""
+    """GPUs that the server sees, as the node's indices or UUIDs; each list selects from the one before it.
+
+    A container's list is a set: CUDA counts its cards in the bus's order, whatever order they are listed in.
+    """
     container = environment.get("NVIDIA_VISIBLE_DEVICES", "") if contained else ""
     visible = None if container in _ALL_OR_NONE else _split(container)
+    if visible is not None and all(device.isdigit() for device in visible):
+        visible = tuple(sorted(visible, key=int))
     if (listed := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         visible = _select(visible, _split(listed))
     if command.device_ids is not None:

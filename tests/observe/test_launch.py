@@ -180,6 +180,7 @@ def test_container_whose_namespace_cannot_be_read(proc: FakeProc) -> None:
         ("", {"NVIDIA_VISIBLE_DEVICES": "void"}, True, None),
         ("", {"NVIDIA_VISIBLE_DEVICES": "GPU-ab,GPU-cd"}, True, ("GPU-ab", "GPU-cd")),
         ("", {"NVIDIA_VISIBLE_DEVICES": "4,6", "CUDA_VISIBLE_DEVICES": "1"}, True, ("6",)),
+        ("", {"NVIDIA_VISIBLE_DEVICES": "6,4", "CUDA_VISIBLE_DEVICES": "0"}, True, ("4",)),
     ],
 )
 def test_visible_gpus(
