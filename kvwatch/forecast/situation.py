@@ -65,6 +65,7 @@ class RankSite:
         free_next: free once this server's own memory is back, before the start takes any; None where unknown.
         non_kv: weights, activations, graphs and the rest beside the KV cache; None where unknown.
         own: what the server's processes hold there now; None where unknown.
+        kept: kept free for others that sleep, by server, and no part of ``free_next``.
     """
 
     gpu: str
@@ -73,6 +74,7 @@ class RankSite:
     free_next: int | None
     non_kv: int | None
     own: int | None = None
+    kept: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,15 +363,20 @@ def _sites(
             raise Unsupported("gpu_memory_unknown", f"GPU {index} does not tell its memory")
         stage = rank % per_engine // flags.tp
         total, own = cuda_total(state.gpu.memory), state.held_by_server(server.name)
-        kept = sum(wanted for (name, gpu), wanted in reserved.items() if gpu == index and name != server.name)
+        kept = {
+            name: wanted for (name, gpu), wanted in reserved.items() if gpu == index and name != server.name
+        }
         sites.append(
             RankSite(
                 gpu=index,
                 stage=stage,
                 total=total,
-                free_next=None if own is None else state.gpu.memory.free + state.coming_back + own - kept,
+                free_next=None
+                if own is None
+                else state.gpu.memory.free + state.coming_back + own - sum(kept.values()),
                 non_kv=_non_kv(total, own, pool.bytes_per_block[stage], engines[rank // per_engine], release),
                 own=own,
+                kept=kept,
             )
         )
     return tuple(sites)

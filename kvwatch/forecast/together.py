@@ -48,14 +48,18 @@ def forecast_together(server: str, restart: Mapping[str, RestartForecast]) -> To
     ]
     if not others:
         return None
-    held: dict[str, int] = {}
+    # Who has stopped does not wake, so that nothing need be kept free for it.
+    stopped = {other.server for other in others}
+    held = {
+        site.gpu: sum(wanted for name, wanted in site.kept.items() if name in stopped) for site in own.sites
+    }
     taken: dict[str, int] = {}
     loaded: dict[str, int] = {}
     shares = {site.gpu: _utilization(own) for site in own.sites}
     for other in others:
         for site in other.sites:
             if site.gpu in cards:
-                held[site.gpu] = held.get(site.gpu, 0) + (site.own or 0)
+                held[site.gpu] += site.own or 0
                 taken[site.gpu] = taken.get(site.gpu, 0) + _will_take(other, site.gpu)
                 loaded[site.gpu] = loaded.get(site.gpu, 0) + (site.non_kv or 0) + other.costs.cuda_context
                 shares[site.gpu] += _utilization(other)
@@ -63,7 +67,7 @@ def forecast_together(server: str, restart: Mapping[str, RestartForecast]) -> To
         server=server,
         sharing=tuple(other.server for other in others),
         first=own.judge(freed=held),
-        last=own.judge(freed={gpu: held[gpu] - taken[gpu] for gpu in held}),
+        last=own.judge(freed={gpu: held[gpu] - taken.get(gpu, 0) for gpu in held}),
         at_once=own.judge(freed=held, charged=loaded),
         overcommitted={gpu: share for gpu, share in shares.items() if share > 1},
     )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,29 @@ def two_on_one_card(first: float, second: float) -> dict[str, TogetherForecast |
     snapshot = join(observation((gpu(held),), processes, (big, small)), Config())
     restart = {one.name: forecast_restart(one, snapshot, Config()) for one in snapshot.servers}
     return {name: forecast_together(name, restart) for name in restart}
+
+
+@pytest.mark.parametrize("asleep", [("llama",), ("small",), ("llama", "small")])
+def test_what_is_kept_for_a_sleeper_is_free_once_it_stopped(asleep: tuple[str, ...]) -> None:
+    state = {"sleep_state": "weights_offloaded"}
+    sleeping: dict[str, dict[str, Any]] = {
+        name: state if name in asleep else {} for name in ("llama", "small")
+    }
+    first = server(gpu_memory_utilization=0.9, num_blocks=6000, **sleeping["llama"])
+    second = replace(
+        server(
+            port=8001, name="small", pid=300, gpu_memory_utilization=0.9, num_blocks=6000, **sleeping["small"]
+        ),
+        members=frozenset({301}),
+    )
+    held = {pid: (2 if name in asleep else 60) * GIB for pid, name in ((PARENT + 1, "llama"), (301, "small"))}
+    processes = (process(PARENT + 1, "VLLM::EngineCore"), process(301, "VLLM::EngineCore"))
+    snapshot = join(observation((gpu(held),), processes, (first, second)), Config())
+    restart = {one.name: forecast_restart(one, snapshot, Config()) for one in snapshot.servers}
+    for name in restart:
+        together = forecast_together(name, restart)
+        assert together is not None
+        assert (together.first.feasible, together.last.feasible) == (True, False)
 
 
 def test_both_come_back_where_both_budgets_fit() -> None:
