@@ -138,6 +138,11 @@ class _Known:
     process: Process
     watched: bool
 
+    def holds(self, stat: Stat, uid: int, argv: tuple[str, ...], cgroup: Cgroup | None) -> bool:
+        """Whether this is what was read again; container and unit follow from the cgroup's path."""
+        process, path = self.process, cgroup.path if cgroup else None
+        return (self.stat, process.uid, process.argv, process.cgroup) == (stat, uid, argv, path)
+
 
 class ProcessSource:
     """Lists all processes. One instance is read by one thread.
@@ -241,6 +246,8 @@ class ProcessSource:
             return None
         argv = () if stat.kernel_thread else _arguments(directory, pid)
         cgroup = None if stat.kernel_thread else self._cgroup(directory, pid)
+        if known is not None and known.holds(stat, uid, argv, cgroup):
+            return known
         if known is not None and known.stat.start_ticks == stat.start_ticks:
             pid_namespace = known.process.pid_namespace
         else:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -286,6 +287,23 @@ def test_young_processes_are_read_again_each_time(proc: FakeProc) -> None:
     look(source)
     proc.add(50, ["ollama", "serve"], comm="ollama", start=start)
     assert look(source).processes[50].name == "ollama"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"argv": ["a", "2"]}, {"cgroup": "0::/system.slice/b.service\n"}, {"ppid": 7}, {"state": "R"}],
+)
+def test_a_young_process_is_made_anew_once_something_changed(proc: FakeProc, change: dict[str, Any]) -> None:
+    young: dict[str, Any] = {
+        "argv": ["a", "1"],
+        "start": int((time.time() - BOOT_TIME) * os.sysconf("SC_CLK_TCK")),
+    }
+    source = ProcessSource(proc.root)
+    proc.add(50, **young)
+    first = look(source).processes[50]
+    assert look(source).processes[50] is first
+    proc.add(50, **{**young, **change})
+    assert look(source).processes[50] != first
 
 
 def test_kernel_threads_are_read_once(proc: FakeProc) -> None:
