@@ -53,11 +53,17 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
     return tuple(Advice(rule, text) for rule, check in RULES.items() if (text := check(facts)) is not None)
 
 
+def _remedy(facts: Facts, action: str) -> str | None:
+    """What to type of one flag so that the next start passes, where it would not."""
+    return next((one.flags for one in facts.restart.remedies if one.action == action), None)
+
+
 def _length_not_set(facts: Facts) -> str | None:
     if not facts.command_line_known or facts.server.launch.flags.max_model_len is not None:
         return None
     running = facts.server.max_model_len
-    typed = f"--max-model-len {running}" if running else "--max-model-len"
+    present = f"--max-model-len {running}" if running else "--max-model-len"
+    typed = _remedy(facts, "max_model_len") or present
     return f"the length comes from the model's config.json and changes with it: type {typed}"
 
 
@@ -67,10 +73,9 @@ def _utilization_not_pinned(facts: Facts) -> str | None:
     release = facts.server.release
     if release is None:
         return None
-    return (
-        f"the default moves between releases (0.90 before 0.20, 0.92 since): "
-        f"type --gpu-memory-utilization {release.default_utilization:g}"
-    )
+    present = f"--gpu-memory-utilization {release.default_utilization:g}"
+    typed = _remedy(facts, "gpu_memory_utilization") or present
+    return f"the default moves between releases (0.90 before 0.20, 0.92 since): type {typed}"
 
 
 def _swap_space_zero(facts: Facts) -> str | None:
@@ -118,8 +123,8 @@ def _length_near_limit(facts: Facts) -> str | None:
 
 
 def _kv_fp8_would_fit(facts: Facts) -> str | None:
-    remedy = next((one for one in facts.restart.remedies if one.action == "kv_cache_dtype"), None)
-    return f"the restart would pass with {remedy.flags}" if remedy else None
+    typed = _remedy(facts, "kv_cache_dtype")
+    return f"the restart would pass with {typed}" if typed else None
 
 
 def _auto_would_help(facts: Facts) -> str | None:

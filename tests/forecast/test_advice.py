@@ -51,6 +51,14 @@ def test_what_was_never_set() -> None:
     assert "--gpu-memory-utilization 0.92" in found["utilization_not_pinned"]
 
 
+def test_what_to_type_is_what_would_start() -> None:
+    notebook = process(900, "python", user="dana")
+    found = rules(with_flags(Flags(), (notebook, 8 * GIB), own=70 * GIB))
+    assert "--gpu-memory-utilization 0.88" in found["utilization_not_pinned"]
+    short = rules(with_flags(Flags(), num_blocks=1500, max_concurrency=None, size_tokens=None))
+    assert "--max-model-len 23984" in short["length_not_set"]
+
+
 def test_an_unknown_command_line_is_not_blamed() -> None:
     seen = with_flags(Flags())
     one = seen.servers[0]
