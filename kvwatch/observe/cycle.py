@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from kvwatch.blockmath.flags import Flags
 from kvwatch.config import Config, ServerConfig
-from kvwatch.observe.deadline import Guarded
+from kvwatch.observe.deadline import Guarded, Lane
 from kvwatch.observe.records import (
     Failure,
     Launch,
@@ -136,24 +136,19 @@ class NodeObserver(Protocol):
         """Let go of what is held between cycles."""
 
 
-@dataclass(slots=True)
 class _Server:
     """A server's reader and guards, kept from cycle to cycle. One that cannot be opened has no reader."""
 
-    reader: VllmReader | None = None
-    vllm: Guarded[VllmRecord | Failure] = field(default_factory=lambda: Guarded("vllm"))
-    model: Guarded[ModelConfig | Failure] = field(default_factory=lambda: Guarded("models"))
-    next_start: Guarded[NextStart | Failure] = field(default_factory=lambda: Guarded("launch"))
+    def __init__(self, lane: Lane) -> None:
+        self.reader: VllmReader | None = None
+        self.vllm: Guarded[VllmRecord | Failure] = Guarded("vllm", lane)
+        self.model: Guarded[ModelConfig | Failure] = Guarded("models", lane)
+        self.next_start: Guarded[NextStart | Failure] = Guarded("launch", lane)
 
-    def close_reader(self) -> None:
+    def close(self) -> None:
         if self.reader is not None:
             self.reader.close()
             self.reader = None
-
-    def close(self) -> None:
-        self.close_reader()
-        for guard in (self.vllm, self.model, self.next_start):
-            guard.close()
 
 
 class Observer:
@@ -163,8 +158,11 @@ class Observer:
         self._sources = sources
         self._config = config
         self._now = now
-        self._nvml: Guarded[NvmlRecord | Failure] = Guarded("nvml")
-        self._processes: Guarded[tuple[ProcessRecord, tuple[_Found, ...]] | Failure] = Guarded("processes")
+        self._lane = Lane()
+        self._nvml: Guarded[NvmlRecord | Failure] = Guarded("nvml", self._lane)
+        self._processes: Guarded[tuple[ProcessRecord, tuple[_Found, ...]] | Failure] = Guarded(
+            "processes", self._lane
+        )
         self._servers: dict[str, _Server] = {}
         self._plan_models: dict[str, Guarded[ModelConfig | Failure]] = {}
         self._last_success: dict[str, float] = {}
@@ -176,27 +174,24 @@ class Observer:
         """
         self._config = config
         for server in self._servers.values():
-            server.close_reader()
+            server.close()
         for gone in self._plan_models.keys() - {plan.name for plan in config.plans}:
-            self._plan_models.pop(gone).close()
+            del self._plan_models[gone]
 
     def close(self) -> None:
         """Let go of connections and threads."""
         for server in self._servers.values():
             server.close()
-        for model in self._plan_models.values():
-            model.close()
-        self._nvml.close()
-        self._processes.close()
         self._servers.clear()
         self._plan_models.clear()
+        self._lane.close()
 
     def observe(self) -> Observation:
         """One cycle. Takes as long as the slowest source, at most the sum of the configured deadlines."""
         poll = self._config.poll
         begun = self._now()
-        self._nvml.start(self._sources.read_nvml)
         self._processes.start(self._read_processes)
+        self._nvml.start(self._sources.read_nvml)
         listed = self._processes.result(poll.processes_timeout)
         processes, found = (listed, ()) if isinstance(listed, Failure) else listed
         plan_models = self._start_plan_models()
@@ -222,7 +217,7 @@ class Observer:
         """Begin to read the models that plans name."""
         return {
             plan.name: self._begun(
-                self._plan_models.setdefault(plan.name, Guarded("models")),
+                self._plan_models.setdefault(plan.name, Guarded("models", self._lane)),
                 partial(self._sources.read_model, _launch_of(plan.flags, None), None, None, None),
             )
             for plan in self._config.plans
@@ -263,20 +258,21 @@ class Observer:
                 server.vllm.start(server.reader.read)
         pages = {
             key: unopened[key] if key in unopened else server.vllm.result(poll.vllm_timeout)
-            for key, server in self._servers.items()
+            for key, server in reversed(self._servers.items())
         }
-        models = {key: self._start_model(key, one, pages[key]) for key, one in keys.items()}
-        next_starts = {key: self._start_next_start(key, one, pages[key]) for key, one in keys.items()}
+        started_models = {key: self._start_model(key, one, pages[key]) for key, one in keys.items()}
+        started = {key: self._start_next_start(key, one, pages[key]) for key, one in keys.items()}
+        # The last one comes when the others have come: whoever waits for it first is woken once.
+        next_starts = {key: result() for key, result in reversed(started.items())}
+        models = {key: result() for key, result in reversed(started_models.items())}
         return tuple(
-            ObservedServer(
-                one.launch, one.settings, one.members, pages[key], models[key](), next_starts[key]()
-            )
+            ObservedServer(one.launch, one.settings, one.members, pages[key], models[key], next_starts[key])
             for key, one in keys.items()
         )
 
     def _open(self, key: str, one: _Found) -> Failure | None:
         """Have a reader for a server's pages, or say why there is none; the next cycle tries again."""
-        server = self._servers.setdefault(key, _Server())
+        server = self._servers.setdefault(key, _Server(self._lane))
         if server.reader is not None:
             return None
         if not one.launch.base_url:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -13,67 +13,90 @@ from kvwatch.observe.records import Failure
 T = TypeVar("T")
 
 
-class _Call(Generic[T]):
-    """One call under way; `outcome` is set by the thread, then `done`."""
+class Lane:
+    """Makes calls one after the other on a daemon thread, which leaves the rest to another when one is slow.
 
-    def __init__(self) -> None:
-        self.started = time.monotonic()
-        self.seconds: float | None = None
-        self.done = threading.Event()
-        self.outcome: T | Failure | None = None
+    Python runs one thread at a time; a thread for each call would spend more on taking turns than on most of
+    the calls. A call that takes longer than ``patience`` seconds keeps its thread to itself.
+    """
 
-
-class _Worker:
-    """A daemon thread that makes one call after the other, and ends when none has come for a while."""
-
-    def __init__(self, name: str, idle_seconds: float, first: Callable[[], None]) -> None:
+    def __init__(self, *, patience: float = 0.05, idle_seconds: float = 60.0) -> None:
+        """The thread is kept for the next call, which comes within ``idle_seconds`` as a rule."""
+        self.patience = patience
         self._idle_seconds = idle_seconds
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._calls.put(first)
-        self._ending = threading.Lock()
-        self._ended = False
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._busy_since: float | None = None
 
-    def take(self, call: Callable[[], None]) -> bool:
-        """Have a call made; False where the thread has ended."""
-        with self._ending:
-            if not self._ended:
-                self._calls.put(call)
-            return not self._ended
+    def submit(self, call: Callable[[], None]) -> None:
+        """Have a call made, which must not raise."""
+        with self._changed:
+            self._calls.append(call)
+            if self._thread is None:
+                self._start()
+            elif self._busy_since is None:
+                self._changed.notify()
 
-    def end(self) -> None:
-        """Take no more calls, and let the thread go when the last one has returned."""
-        with self._ending:
-            self._ended = True
-            self._calls.put(None)
+    def relieve(self) -> None:
+        """Give the calls that wait to another thread, if this one has been at the same call for long."""
+        with self._changed:
+            slow = self._busy_since is not None and time.monotonic() - self._busy_since >= self.patience
+            if self._calls and (slow or self._thread is None):
+                self._start()
+
+    def close(self) -> None:
+        """Let the thread go, at the latest when the call under way returns. A later call starts another."""
+        with self._changed:
+            self._thread = None
+            self._busy_since = None
+            self._changed.notify()
+
+    def _start(self) -> None:
+        self._busy_since = None
+        self._thread = threading.Thread(target=self._work, name="kvwatch-sources", daemon=True)
+        self._thread.start()
 
     def _work(self) -> None:
-        while True:
-            try:
-                call = self._calls.get(timeout=self._idle_seconds)
-            except queue.Empty:
-                with self._ending:
-                    if self._calls.empty():
-                        self._ended = True
-                        return
-            else:
-                if call is None:
-                    return
-                call()
+        while (call := self._next()) is not None:
+            call()
+
+    def _next(self) -> Callable[[], None] | None:
+        """The next call; None where another thread has taken over, or nothing has come for long."""
+        this = threading.current_thread()
+        with self._changed:
+            if self._thread is this:
+                self._busy_since = None
+                self._changed.wait_for(lambda: self._calls or self._thread is not this, self._idle_seconds)
+            if self._thread is not this:
+                return None
+            if not self._calls:
+                self._thread = None
+                return None
+            self._busy_since = time.monotonic()
+            return self._calls.popleft()
+
+
+class _Call(Generic[T]):
+    """One call; the thread that makes it sets `begun`, then `seconds` and `outcome`, then `done`."""
+
+    def __init__(self) -> None:
+        self.begun: float | None = None
+        self.seconds: float | None = None
+        self.outcome: T | Failure | None = None
+        self.done = threading.Event()
 
 
 class Guarded(Generic[T]):
-    """Runs one call at a time on a daemon thread and waits for it no longer than it is told.
+    """Makes one call at a time on a lane and waits for it no longer than it is told.
 
-    A call that does not return keeps its thread, is reported as ``stuck`` from then on, and no second thread
-    is started beside it. Once it does return its answer is thrown away: it describes a moment long gone.
+    A call that does not return keeps its thread, is reported as ``stuck`` from then on, and no second one
+    is made beside it. Once it does return its answer is thrown away: it describes a moment long gone.
     """
 
-    def __init__(self, source: str, *, idle_seconds: float = 60.0) -> None:
-        """The thread is kept for the next call, which comes within ``idle_seconds`` as a rule."""
+    def __init__(self, source: str, lane: Lane) -> None:
         self._source = source
-        self._idle_seconds = idle_seconds
-        self._worker: _Worker | None = None
+        self._lane = lane
         self._call: _Call[T] | None = None
         self._stuck = False
 
@@ -86,18 +109,20 @@ class Guarded(Generic[T]):
         call = self._call = _Call[T]()
 
         def run() -> None:
+            call.begun = time.monotonic()
             try:
                 call.outcome = function()
             except Exception as error:  # noqa: BLE001 - whatever a source meets, the others must go on
                 call.outcome = Failure(self._source, "error", f"{type(error).__name__}: {error}")
-            call.seconds = time.monotonic() - call.started
+            call.seconds = time.monotonic() - call.begun
             call.done.set()
 
-        if self._worker is None or not self._worker.take(run):
-            self._worker = _Worker(f"kvwatch-{self._source}", self._idle_seconds, run)
+        self._lane.submit(run)
 
     def result(self, timeout: float) -> T | Failure:
-        """The answer of the call begun by `start`, `timeout` seconds after its beginning at the latest.
+        """The answer of the call begun by `start`, ``timeout`` seconds after its turn at the latest.
+
+        Its turn comes when those before it on the lane have returned, or have been at it for long.
 
         Raises:
             RuntimeError: nothing was started.
@@ -105,21 +130,28 @@ class Guarded(Generic[T]):
         call = self._call
         if call is None:
             raise RuntimeError("result() before start()")
-        age = time.monotonic() - call.started
         if self._stuck:
+            age = -_left(call, 0.0)
             return Failure(self._source, "stuck", f"a call from {age:.0f} s ago has not returned")
-        if not call.done.wait(max(0.0, timeout - age)):
+        if not self._answered(call, timeout):
             return Failure(self._source, "timeout", f"no answer within {timeout:g} s")
         if call.outcome is None:
             raise RuntimeError("a source returned None")
         return call.outcome
 
-    def close(self) -> None:
-        """Give the thread back when the call under way returns; a later call starts another."""
-        if self._worker is not None:
-            self._worker.end()
+    def _answered(self, call: _Call[T], timeout: float) -> bool:
+        while not call.done.wait(min(self._lane.patience, max(0.0, _left(call, timeout)))):
+            self._lane.relieve()
+            if _left(call, timeout) <= 0:
+                return False
+        return True
 
     @property
     def seconds(self) -> float | None:
         """How long the last finished call took, None while one is under way."""
         return self._call.seconds if self._call and self._call.done.is_set() else None
+
+
+def _left(call: _Call[T], timeout: float) -> float:
+    """Seconds until a call has had its time; all of them before its turn."""
+    return timeout if call.begun is None else call.begun + timeout - time.monotonic()
