@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from kvwatch.export.catalogue import Family
 
-_LARGEST_PLAIN = 6
-"""Digits before the point up to which the Go and Python clients write a number without an exponent."""
+_LEAST_WITH_EXPONENT = 1_000_000.0
+"""From here on the Go and Python clients write a number with an exponent."""
 
 
 class FamilyWriter:
@@ -35,20 +36,22 @@ class FamilyWriter:
         """
         if labels.keys() != self._names:
             raise KeyError(f"labels {sorted(labels)} instead of {list(self._labels)}")
-        texts = [_escaped(labels[name]) for name in self._labels]
+        texts = [_escaped_label(labels[name]) for name in self._labels]
         return self._line % (*texts, number(value))
 
 
 def number(value: float) -> str:
     """A value as the client libraries write it: 1.0, 8.5e+10, +Inf, NaN."""
     value = float(value)
+    if -math.inf < value < _LEAST_WITH_EXPONENT:
+        return repr(value)
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     text = repr(value)
     before, point, after = text.partition(".")
-    if value < 0 or not point or len(before) <= _LARGEST_PLAIN:
+    if not point or "e" in after:
         return text
     mantissa = f"{before[0]}.{before[1:]}{after}".rstrip("0").removesuffix(".")
     return f"{mantissa}e+{len(before) - 1:02}"
@@ -61,6 +64,10 @@ def written(parts: Iterable[tuple[str, list[str]]]) -> bytes:
 
 def _escaped(text: str) -> str:
     return _escaped_help(text).replace('"', r"\"")
+
+
+# From look to look labels stay as they are, and only the values change.
+_escaped_label = lru_cache(maxsize=4096)(_escaped)
 
 
 def _escaped_help(text: str) -> str:

@@ -28,7 +28,7 @@ _SAMPLE = re.compile(
 )
 _ESCAPE = re.compile(r'\\([\\"n])')
 _Identity = frozenset[tuple[str, str]]
-_USUAL_LABELS = 1024
+_USUAL_LABELS = 2048
 """Characters of labels that are remembered; longer ones are read anew each time."""
 _UNESCAPED = {"\\": "\\", '"': '"', "n": "\n"}
 
@@ -134,7 +134,7 @@ def _labels(inside: str) -> tuple[Mapping[str, str], _Identity]:
     return MappingProxyType(labels), frozenset(pairs)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=1024)
 def _usual_labels(inside: str) -> tuple[Mapping[str, str], _Identity]:
     """The same; from look to look a server's labels stay as they are, and only the values change."""
     return _labels(inside)
