@@ -290,7 +290,7 @@ def check_flags_exist(flags: Flags, release: Release) -> None:
         Refused: in the parser's words.
     """
     missing = [
-        f"--{name.replace('_', '-')} {value:g}"
+        f"--{name.replace('_', '-')} {f'{value:g}' if isinstance(value, float) else value}"
         for name, exists in (
             ("swap_space", release.has_swap_space),
             ("kv_cache_memory_bytes", release.has_kv_cache_memory_bytes),

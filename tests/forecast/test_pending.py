@@ -220,6 +220,15 @@ def test_swap_space_is_refused_since_0_18() -> None:
     assert unknown(pending(start(swapping, version="0.17.2"), running=swapping, **of_release("0.17.1")))
 
 
+def test_cache_bytes_are_refused_before_0_10_2_to_the_last_digit() -> None:
+    told = replace(RUNNING, kv_cache_memory_bytes=10 * GIB)
+    found = pending(start(told, version="0.10.0"))
+    assert found.verdict is not None
+    assert found.verdict.message == (
+        "vllm: error: unrecognized arguments: --kv-cache-memory-bytes 10737418240"
+    )
+
+
 def test_flags_that_the_known_parser_does_not_have() -> None:
     found = pending(start(unknown_flags=("--max-modle-len",)))
     assert changes(found) == {"unknown_flags": (None, "--max-modle-len")}
