@@ -142,7 +142,8 @@ def _in_container(command: StartCommand) -> StartCommand | None:
         return None
     options = argv[:at]
     environment = _container_environment(options, command.environment)
-    entrypoint = list(_values_of(options, "--entrypoint"))[-1:] or None
+    given = list(_values_of(options, "--entrypoint"))
+    entrypoint = [word for word in given[-1:] if word] if given else None  # An empty one is none at all.
     return container_command(argv[at], entrypoint, argv[at + 1 :], environment)
 
 

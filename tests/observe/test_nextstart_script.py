@@ -167,6 +167,7 @@ def test_a_container_of_vllms_own_image() -> None:
     [
         "docker run --entrypoint vllm vllm/vllm-openai:v0.20.1 serve m -tp 2",
         "docker run --entrypoint=bash vllm/vllm-openai:v0.20.1 -c 'vllm serve m -tp 2'",
+        "docker run --entrypoint '' vllm/vllm-openai:v0.20.1 vllm serve m -tp 2",
         "docker run -e A=1 registry/mine:1 vllm serve m -tp 2",
         "uvx --from vllm==0.20.1 vllm serve m -tp 2",
         "conda run -n chat --no-capture-output vllm serve m -tp 2",
