@@ -128,7 +128,7 @@ _RETIRED_SWITCHES = frozenset(
         "worker-use-ray",
     ]
 )
-RETIRED_VALUES = frozenset(
+_RETIRED_VALUES = frozenset(
     [
         "cuda-graph-sizes",
         "device",
@@ -231,7 +231,7 @@ CURRENT: Mapping[str, Arity] = _arities()
 
 RETIRED: Mapping[str, Arity] = {
     **dict.fromkeys(_RETIRED_SWITCHES, Arity.SWITCH),
-    **dict.fromkeys(RETIRED_VALUES, Arity.VALUE),
+    **dict.fromkeys(_RETIRED_VALUES, Arity.VALUE),
 }
 
 
