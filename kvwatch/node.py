@@ -226,15 +226,16 @@ def _failures(observation: Observation) -> Iterable[Failure]:
         for gpu in observation.nvml.gpus:
             yield from gpu.failures
     for server in observation.servers:
-        yield from server.launch.failures
-        if isinstance(server.vllm, Failure):
-            yield server.vllm
-        else:
-            yield from server.vllm.failures
-        if isinstance(server.model, Failure):
-            yield server.model
-        if isinstance(server.next_start, Failure):
-            yield server.next_start
+        yield from map(server.with_address, _failures_of(server))
+
+
+def _failures_of(server: ObservedServer) -> Iterable[Failure]:
+    yield from server.launch.failures
+    if not isinstance(server.vllm, Failure):
+        yield from server.vllm.failures
+    for record in (server.vllm, server.model, server.next_start):
+        if isinstance(record, Failure):
+            yield record
 
 
 def _gpu_state(gpu: Gpu, lineage: Lineage, owners: Ownerships, ledger: Ledger, since: float) -> GpuState:

@@ -158,6 +158,10 @@ def test_failures_of_every_source_are_collected() -> None:
         Config(),
     )
     assert [failure.reason for failure in snapshot.failures] == ["error", "gpu_lost", "timeout", "not_found"]
+    assert [failure.detail for failure in snapshot.failures[2:]] == [
+        "http://127.0.0.1:8000: no answer",
+        "http://127.0.0.1:8000: no config.json",
+    ]
     assert not snapshot.servers[0].up
     assert snapshot.servers[0].release is None
 

@@ -89,6 +89,13 @@ class ObservedServer:
     model: ModelConfig | Failure
     next_start: NextStart | Failure | None = None
 
+    def with_address(self, failure: Failure) -> Failure:
+        """The same for where it stands apart from its server: the detail begins with the address."""
+        name = self.launch.base_url or f"pid {self.launch.pid}"
+        if failure.detail.startswith(name):
+            return failure
+        return replace(failure, detail=f"{name}: {failure.detail}")
+
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
@@ -202,8 +209,8 @@ class Observer:
             self._status("processes", begun, processes, self._processes.seconds),
         ]
         if servers:
-            statuses.append(self._joint_status("vllm", begun, [server.vllm for server in servers]))
-            statuses.append(self._joint_status("models", begun, [server.model for server in servers]))
+            statuses.append(self._joint_status("vllm", begun, servers, lambda server: server.vllm))
+            statuses.append(self._joint_status("models", begun, servers, lambda server: server.model))
         return Observation(
             begun,
             nvml,
@@ -303,10 +310,17 @@ class Observer:
         guard.start(read)
         return lambda: guard.result(self._config.poll.processes_timeout)
 
-    def _joint_status(self, name: str, begun: float, results: list[T | Failure]) -> SourceStatus:
-        """Up where every server answered."""
-        failure = next((one for one in results if isinstance(one, Failure)), None)
-        return self._status(name, begun, failure or results[0], None)
+    def _joint_status(
+        self,
+        name: str,
+        begun: float,
+        servers: tuple[ObservedServer, ...],
+        result: Callable[[ObservedServer], object],
+    ) -> SourceStatus:
+        """Up where every server answered; else what the first one met that did not."""
+        answers = [(server, result(server)) for server in servers]
+        failed = [server.with_address(one) for server, one in answers if isinstance(one, Failure)]
+        return self._status(name, begun, failed[0] if failed else None, None)
 
     def _status(self, name: str, begun: float, result: object, seconds: float | None) -> SourceStatus:
         failure = result if isinstance(result, Failure) else None

@@ -44,6 +44,7 @@ class FakeSources:
         self.processes: ProcessRecord | Failure = ProcessRecord({PARENT: process(PARENT, "vllm")})
         self.launches: tuple[Launch, ...] = (server().launch,)
         self.page: VllmRecord | Failure = vllm_page()
+        self.model: ModelConfig | Failure = ModelConfig("/m/config.json", LLAMA_8B, 1)
         self.readers: list[tuple[str, ServerConfig | None, Reader]] = []
         self.asked_models: list[str | None] = []
         self.hang = threading.Event()
@@ -75,7 +76,7 @@ class FakeSources:
         settings: ServerConfig | None,
     ) -> ModelConfig | Failure:
         self.asked_models.append(served_root)
-        return ModelConfig("/m/config.json", LLAMA_8B, 1)
+        return self.model
 
     def read_next_start(
         self,
@@ -145,6 +146,18 @@ def test_success_is_remembered_and_failure_told(sources: FakeSources) -> None:
     status = {source.name: source for source in watch.observe().sources}["nvml"]
     assert (status.up, status.last_success) == (False, NOW)
     assert status.failure == sources.nvml
+
+
+def test_a_source_that_several_servers_share_names_the_one_that_failed(sources: FakeSources) -> None:
+    sources.page = Failure("vllm", "timeout", "http://127.0.0.1:8000/metrics: no complete answer in time")
+    sources.model = Failure("models", "not_cached", "model m is in no local cache")
+    seen = observer(sources).observe()
+    details = {source.name: source.failure.detail for source in seen.sources if source.failure}
+    assert details == {
+        "vllm": "http://127.0.0.1:8000/metrics: no complete answer in time",
+        "models": "http://127.0.0.1:8000: model m is in no local cache",
+    }
+    assert seen.servers[0].model == sources.model
 
 
 def test_configuration_overrides_what_was_discovered(sources: FakeSources) -> None:
