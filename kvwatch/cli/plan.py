@@ -136,8 +136,15 @@ def run(args: argparse.Namespace) -> int:
         complain(f"vLLM refuses this: {refusal}")
         return EXIT_FAILS
     except (Unsupported, EOFError, ValueError) as error:
-        complain(str(error))
+        complain(_with_file(str(error), args.model))
         return EXIT_USAGE
+
+
+def _with_file(text: str, model: str | None) -> str:
+    """The arithmetic calls every file of a model config.json; the user may have named another."""
+    if model is None or not text.startswith("config.json: ") or not Path(model).expanduser().is_file():
+        return text
+    return f"{model}{text.removeprefix('config.json')}"
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -243,6 +243,7 @@ def test_weights_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("broken.json", "--gpu", "H100"), "not JSON"),
         (("list.json", "--gpu", "H100"), "no JSON object"),
         (("other.json", "--gpu", "H100"), "nobody_knows"),
+        (("empty.json", "--gpu", "H100"), "kvwatch: empty.json: model_type is missing"),
         (("--batch", "missing.jsonl"), "missing.jsonl"),
     ],
 )
@@ -251,6 +252,7 @@ def test_wrong_input_says_what_is_wrong(
 ) -> None:
     (here / "broken.json").write_text("{")
     (here / "list.json").write_text("[]")
+    (here / "empty.json").write_text("{}")
     unreadable = {"architectures": ["NobodysModel"], "model_type": "nobodys", "num_hidden_layers": 4}
     (here / "other.json").write_text(json.dumps({**unreadable, "layer_types": ["nobody_knows"] * 4}))
     output = Output(capsys, *arguments)
