@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from kvwatch.blockmath.startup import CheckResult
+from kvwatch.blockmath.startup import CheckResult, Verdict
 from kvwatch.export.cycle import Cycle
 from kvwatch.forecast.pending import PendingForecast
+from kvwatch.forecast.remedies import Remedy
 from kvwatch.forecast.restart import RestartForecast
 from kvwatch.headroom import headroom
 from kvwatch.node import GpuState, ServerState
@@ -196,14 +197,19 @@ def _explanation(restart: RestartForecast) -> Iterator[str]:
     if verdict is None or verdict.feasible or verdict.blocking is None:
         return
     yield f"a restart would fail: {_failed_text(verdict.blocking)}"
-    if verdict.message:
-        yield f"vLLM would say: {verdict.message}"
-    if (worst := _worst_behind(verdict.checks, verdict.blocking)) is not None:
-        yield f"behind that: {_failed_text(worst)}"
-    for remedy in restart.remedies:
-        yield f"remedy: {remedy.text}"
+    yield from _more_of(verdict, verdict.blocking, restart.remedies)
     if not restart.remedies:
         yield "remedy: none by flags alone; more or larger GPUs, or quantized weights"
+
+
+def _more_of(verdict: Verdict, blocking: CheckResult, remedies: Sequence[Remedy]) -> Iterator[str]:
+    """What vLLM would print, which check lacks more than the first that fails, and what would help."""
+    if verdict.message:
+        yield f"vLLM would say: {verdict.message}"
+    if (worst := _worst_behind(verdict.checks, blocking)) is not None:
+        yield f"behind that: {_failed_text(worst)}"
+    for remedy in remedies:
+        yield f"remedy: {remedy.text}"
 
 
 def _worst_behind(checks: Sequence[CheckResult], blocking: CheckResult) -> CheckResult | None:
@@ -269,9 +275,4 @@ def _pending_lines(pending: PendingForecast) -> Iterator[str]:
         yield f"the next start would succeed with these changes{basis}"
     elif verdict.blocking is not None:
         yield f"the next start would fail{basis}: {_failed_text(verdict.blocking)}"
-        if verdict.message:
-            yield f"vLLM would say: {verdict.message}"
-        if (worst := _worst_behind(verdict.checks, verdict.blocking)) is not None:
-            yield f"behind that: {_failed_text(worst)}"
-        for remedy in pending.remedies:
-            yield f"remedy: {remedy.text}"
+        yield from _more_of(verdict, verdict.blocking, pending.remedies)
