@@ -1,4 +1,4 @@
-"""One look at the whole node: every source once, side by side, each behind its deadline."""
+"""One look at the whole node: every source once, each behind its deadline."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Sources(Protocol):
         served_root: str | None,
         settings: ServerConfig | None,
     ) -> ModelConfig | Failure:
-        """The config.json of a server's model; called for several servers at once."""
+        """The config.json of a server's model; may be called for several servers at once."""
 
     def read_next_start(
         self,
@@ -69,7 +69,7 @@ class Sources(Protocol):
         served_root: str | None,
         settings: ServerConfig | None,
     ) -> NextStart | Failure:
-        """What the server would be told if it started again now; called for several servers at once."""
+        """What the server would be told if it started again now; as `read_model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,10 @@ class Observer:
         self._lane.close()
 
     def observe(self) -> Observation:
-        """One cycle. Takes as long as the slowest source, at most the sum of the configured deadlines."""
+        """One cycle. Sources that are quick take turns; one that is slow holds the others up a moment.
+
+        Takes at most the sum of the configured deadlines, and that moment for each source that hangs.
+        """
         poll = self._config.poll
         begun = self._now()
         self._processes.start(self._read_processes)
