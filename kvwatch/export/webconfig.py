@@ -178,7 +178,7 @@ def _tls(section: Section) -> tuple[ssl.SSLContext, tuple[Path, ...]]:
 
 _SSL_WORDS: Mapping[str | None, str] = MappingProxyType(
     {
-        None: "not in PEM format",
+        None: "no certificate, or no key, in PEM format",
         "KEY_VALUES_MISMATCH": "the key is not the certificate's",
         "NO_CERTIFICATE_OR_CRL_FOUND": "no certificate in PEM format",
     }

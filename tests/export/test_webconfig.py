@@ -331,7 +331,7 @@ def test_headers_are_added_to_every_answer(tmp_path: Path) -> None:
         ),
         (
             TLS.replace("server.key", "web.yml"),
-            "web.yml:2: tls_server_config: cert_file or key_file: not in PEM format",
+            "web.yml:2: tls_server_config: cert_file or key_file: no certificate, or no key, in PEM format",
         ),
         (
             TLS.replace("server.key", "locked.key"),
