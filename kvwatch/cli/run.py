@@ -37,8 +37,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         description="Watches this node and serves the page for Prometheus.",
-        epilog="exit code: 0 it was told to stop, 1 it crashed or could not write the page, 2 wrong"
-        " configuration or address",
+        epilog="exit code: 0 it was told to stop, 1 it crashed or --once could not write the --textfile, 2"
+        " wrong configuration or address",
     )
     add_config_argument(parser)
     add_replay_argument(parser)
