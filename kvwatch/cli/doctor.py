@@ -172,13 +172,11 @@ def _textfile(path: Path | None) -> Sequence[Check]:
     if path is None:
         return ()
     costs = f"{path}; the page over HTTP is not touched by it"
-    if path.exists() and not path.is_file():
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        found = f"{path.parent} is not there or not writable"
+        grant = f"sudo install -d -o {read_host().user} {path.parent}"
+    elif path.exists() and not path.is_file():
         found, grant = f"{path} is not a file", "name a file that kvwatch may replace, such as kvwatch.prom"
-        return (Check("textfile", State.MISSING, found, costs, grant),)
-    if os.access(path.parent, os.W_OK | os.X_OK):
+    else:
         return (Check("textfile", State.OK, f"{path.parent} can be written to"),)
-    found, grant = (
-        f"{path.parent} is not there or not writable",
-        f"sudo install -d -o {read_host().user} {path.parent}",
-    )
     return (Check("textfile", State.MISSING, found, costs, grant),)

@@ -104,7 +104,8 @@ def test_as_a_plain_user(open_folder: Path) -> None:
         "discovery: false\nweb: {listen_address: '127.0.0.1:0'}\n"
         "servers: [{url: 'http://127.0.0.1:1', token_file: token}]\n",
     )
-    textfile = open_folder / "kvwatch.prom"
+    textfile = open_folder / "shut" / "kvwatch.prom"
+    textfile.parent.mkdir(mode=0o700)
     code, checks = doctor(
         {**environment(scenario), "PYTHONPATH": str(ROOT)},
         open_folder,
