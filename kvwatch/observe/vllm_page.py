@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from kvwatch.observe.exposition import FamilyFilter, MalformedPage, Sample
@@ -307,8 +308,9 @@ class _Reader:
         """Sum over the rows of one engine, which differ in the model name; None without rows."""
         columns: dict[frozenset[tuple[str, str]], list[tuple[float, float]]] = {}
         for row in self._of(name + "_bucket", engine):
-            others = frozenset(item for item in row.labels.items() if item[0] != "le")
-            columns.setdefault(others, []).append((_bound(row.labels.get("le", "")), row.value))
+            others = dict(row.labels)
+            bound = _bound(others.pop("le", ""))
+            columns.setdefault(frozenset(others.items()), []).append((bound, row.value))
         if not columns:
             return None
         totals = _added(columns.values())
@@ -330,6 +332,7 @@ def _engine_names(samples: Mapping[str, list[Sample]]) -> tuple[str, ...]:
     return tuple(sorted(names, key=int)) or ("0",)
 
 
+@lru_cache(maxsize=256)
 def _bound(text: str) -> float:
     """The ``le`` of a bucket; NaN, which compares with nothing, where it is no number."""
     if text == "+Inf":
