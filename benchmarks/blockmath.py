@@ -3,7 +3,7 @@
 Runs with the Python of a vLLM 0.32, from the repository's root; it plans Gemma 3 27B: 52 sliding-window
 layers, 10 full ones.
 
-    ${KVWATCH_VLLM_PYTHON:-/opt/vllm-venv/bin/python} -m benchmarks.blockmath
+    $KVWATCH_VLLM_VENV/bin/python -m benchmarks.blockmath
 
 vLLM gets its layers ready-made and only groups them, sizes the pool and searches the longest length; kvwatch
 starts from config.json. Exit status 1 where a target is missed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -22,6 +23,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="record the pages of tests/golden instead of comparing"
     )
+
+
+@pytest.fixture(scope="session")
+def vllm_venv() -> Path:
+    """Virtual environment of the real vLLM; `make e2e` names it."""
+    named = os.environ.get("KVWATCH_VLLM_VENV")
+    assert named, (
+        "KVWATCH_VLLM_VENV is not set: run `make e2e`, or set it to what tools/install_vllm.sh prints"
+    )
+    assert (Path(named) / "bin/vllm").exists(), f"no vLLM in {named}: run tools/install_vllm.sh"
+    return Path(named)
 
 
 def refuse_skip(report: Report) -> Report:

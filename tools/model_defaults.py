@@ -2,7 +2,7 @@
 
 Run with the Python of a real vLLM: it reads the configuration classes of transformers and of vLLM itself.
 
-    $KVWATCH_VLLM_PYTHON tools/model_defaults.py > kvwatch/blockmath/model_defaults.py
+    $KVWATCH_VLLM_VENV/bin/python tools/model_defaults.py > kvwatch/blockmath/model_defaults.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Run with the interpreter of a vLLM installation (see tools/install_vllm.sh):
 
-    PYTHON_OF_VLLM tools/record_command_lines.py [COUNT [SEED]] > tests/observe/command_lines.jsonl
+    $KVWATCH_VLLM_VENV/bin/python tools/record_command_lines.py [COUNT [SEED]] > tests/observe/command_lines.jsonl
 
 The first line holds the defaults. Each other one is a case: ``argv`` after ``vllm serve``, ``config`` the
 entries of its --config file if any, and ``changed`` the parsed values that differ from the defaults. Command

@@ -5,7 +5,7 @@ Runs with the Python of that vLLM. Each line of standard input is a JSON object:
 answers one, after ``@``: what vLLM plans, or ``error``. Models are built without weights, on PyTorch's meta
 device; of the tensor-parallel ranks only the first exists.
 
-    $KVWATCH_VLLM_PYTHON -m tools.vllm_plan < questions.jsonl
+    $KVWATCH_VLLM_VENV/bin/python -m tools.vllm_plan < questions.jsonl
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Run with the Python of a real vLLM, from the top of the repository:
 
-    $KVWATCH_VLLM_PYTHON -m tools.weight_defaults > kvwatch/blockmath/weights/field_defaults.py
+    $KVWATCH_VLLM_VENV/bin/python -m tools.weight_defaults > kvwatch/blockmath/weights/field_defaults.py
 
 Fields are the string literals in the weights package; what model_defaults.py has already is left out.
 """

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +21,6 @@ from tools.vllm_plan import MARK
 
 pytestmark = pytest.mark.vllm
 
-PYTHON = os.environ.get("KVWATCH_VLLM_PYTHON", "/opt/vllm-venv/bin/python")
 HOST = Device("cpu", 0, None, kind="cpu")
 GIB = 1 << 30
 Question = dict[str, Any]
@@ -178,10 +177,10 @@ def planned(question: Question) -> dict[str, Any]:
     }
 
 
-def test_random_models_are_planned_as_vllm_plans_them() -> None:
+def test_random_models_are_planned_as_vllm_plans_them(vllm_venv: Path) -> None:
     asked = list(questions())
     run = subprocess.run(
-        [PYTHON, "-m", "tools.vllm_plan"],
+        [vllm_venv / "bin" / "python", "-m", "tools.vllm_plan"],
         input="".join(json.dumps(question) + "\n" for question in asked),
         cwd=ROOT,
         capture_output=True,

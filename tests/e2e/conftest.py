@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,17 +19,6 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     """A running Prometheus without targets. Its tests share one worker: see their xdist_group."""
     with Prometheus(tmp_path_factory.mktemp("prometheus")) as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def vllm_venv() -> Path:
-    """Virtual environment of the real vLLM; `make e2e` names it."""
-    named = os.environ.get("KVWATCH_VLLM_VENV")
-    assert named, (
-        "KVWATCH_VLLM_VENV is not set: run `make e2e`, or set it to what tools/install_vllm.sh prints"
-    )
-    assert (Path(named) / "bin/vllm").exists(), f"no vLLM in {named}: run tools/install_vllm.sh"
-    return Path(named)
 
 
 @pytest.fixture(scope="session")
