@@ -1,8 +1,9 @@
-"""Record how vLLM's own parser reads random command lines, as vectors for kvwatch's.
+r"""Record how vLLM's own parser reads random command lines, as vectors for kvwatch's.
 
 Run with the interpreter of a vLLM installation (see tools/install_vllm.sh):
 
-    $KVWATCH_VLLM_VENV/bin/python tools/record_command_lines.py [COUNT [SEED]] > tests/observe/command_lines.jsonl
+    $KVWATCH_VLLM_VENV/bin/python tools/record_command_lines.py [COUNT [SEED]] \
+        > tests/observe/command_lines.jsonl
 
 The first line holds the defaults. Each other one is a case: ``argv`` after ``vllm serve``, ``config`` the
 entries of its --config file if any, and ``changed`` the parsed values that differ from the defaults. Command
