@@ -5,8 +5,8 @@ The client follows no redirect, uses no proxy and no netrc, keeps no cookie, and
 which a read timeout alone does not catch: each wait for bytes lasts as long as is left at most.
 
 It is http.client with these rules and nothing between. A GET of a page of 60 kB costs a fifth of the CPU
-that it costs with requests, and the import 18 MiB and a quarter of a second less; with 8 servers that alone
-decides whether a cycle stays within 30 ms.
+that it costs with requests, and the import 12 MiB and a quarter of a second less; with 8 servers the GETs
+would cost more than all the rest of a cycle.
 """
 
 from __future__ import annotations
