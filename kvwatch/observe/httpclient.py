@@ -6,7 +6,7 @@ which a read timeout alone does not catch: each wait for bytes lasts as long as 
 
 It is http.client with these rules and nothing between. A GET of a page of 60 kB costs a fifth of the CPU
 that it costs with requests, and the import 12 MiB and a quarter of a second less; with 8 servers the GETs
-would cost more than all the rest of a cycle.
+would be the largest part of what a cycle costs.
 """
 
 from __future__ import annotations
