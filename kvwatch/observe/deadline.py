@@ -53,9 +53,11 @@ class Lane:
             self._changed.notify()
 
     def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name="kvwatch-sources", daemon=True)
+        # Raises where there are no more threads; the calls then wait for the next one that asks.
+        thread.start()
         self._busy_since = None
-        self._thread = threading.Thread(target=self._work, name="kvwatch-sources", daemon=True)
-        self._thread.start()
+        self._thread = thread
 
     def _work(self) -> None:
         while (call := self._next()) is not None:

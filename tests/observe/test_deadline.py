@@ -137,6 +137,20 @@ def test_a_call_that_waits_for_its_turn_has_all_its_time() -> None:
     lane.close()
 
 
+def test_calls_survive_a_moment_without_threads(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    first: Guarded[int] = Guarded("nvml", lane)
+    second: Guarded[int] = Guarded("vllm", lane)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            first.start(lambda: 1)
+    second.start(lambda: 2)
+    assert [second.result(5), first.result(5)] == [2, 1]
+
+
 def test_a_closed_lane_gives_its_thread_back_when_the_call_returns() -> None:
     release = threading.Event()
     before = threading.active_count()
