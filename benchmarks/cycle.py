@@ -88,7 +88,7 @@ def serve_pages() -> None:
     # Imported here, since the process that is measured must hold no more than `kvwatch run` does.
     import requests
 
-    from kvwatch.demo.node import DemoNode
+    from kvwatch.demo.node import VLLM_VERSION, DemoNode
     from kvwatch.demo.scenario import load_scenario
 
     with DemoNode(load_scenario(), speed=1) as node:
@@ -118,14 +118,26 @@ def serve_pages() -> None:
     sys.stdin.read()
 
 
+def environment_with_vllm(folder: Path) -> Path:
+    """What kvwatch looks at of the servers' virtual environment; returns the script in it."""
+    program = folder / "venv" / "bin" / "vllm"
+    program.parent.mkdir(parents=True)
+    program.write_text(_PARENT, encoding="utf-8")
+    package = folder / "venv" / "lib" / "python3.11" / "site-packages" / "vllm"
+    package.mkdir(parents=True)
+    package.joinpath("_version.py").write_text(
+        f"__version__ = version = '{VLLM_VERSION}'\n", encoding="utf-8"
+    )
+    return program
+
+
 @contextlib.contextmanager
 def large_node(folder: Path, processes: int = PROCESSES) -> Iterator[None]:
     """Start it all, with so many processes on the cards, and tell NVML's stand-in."""
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(data("config.json"), encoding="utf-8")
-    program = folder / "vllm"
-    program.write_text(_PARENT, encoding="utf-8")
+    program = environment_with_vllm(folder)
     with contextlib.ExitStack() as stack:
 
         def start(*command: str | Path) -> subprocess.Popen[str]:
