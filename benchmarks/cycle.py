@@ -45,6 +45,8 @@ SERVERS = 8
 ROUNDS = 20
 WARM_UP = 3
 ENGINE = "VLLM::EngineCore"
+VERSION = "0.32.0"
+"""Of the demo's server."""
 
 _SLEEP = "import time; time.sleep(3600)"
 _RETITLED = f"import ctypes; ctypes.CDLL(None).prctl(15, b'{ENGINE}'[:15], 0, 0, 0); {_SLEEP}"
@@ -88,7 +90,7 @@ def serve_pages() -> None:
     # Imported here, since the process that is measured must hold no more than `kvwatch run` does.
     import requests
 
-    from kvwatch.demo.node import VLLM_VERSION, DemoNode
+    from kvwatch.demo.node import DemoNode
     from kvwatch.demo.scenario import load_scenario
 
     with DemoNode(load_scenario(), speed=1) as node:
@@ -125,9 +127,7 @@ def environment_with_vllm(folder: Path) -> Path:
     program.write_text(_PARENT, encoding="utf-8")
     package = folder / "venv" / "lib" / "python3.11" / "site-packages" / "vllm"
     package.mkdir(parents=True)
-    package.joinpath("_version.py").write_text(
-        f"__version__ = version = '{VLLM_VERSION}'\n", encoding="utf-8"
-    )
+    package.joinpath("_version.py").write_text(f"__version__ = version = '{VERSION}'\n", encoding="utf-8")
     return program
 
 
