@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -32,6 +33,8 @@ TESTS = Path(__file__).resolve().parents[1]
 NO_PROC = Path("/proc/self/no-such-folder")
 NAMES = ("vllm:kv_cache_usage_perc", "vllm:cache_config_info", "process_start_time_seconds")
 FILTER = FamilyFilter(NAMES)
+_ODD_BEGINNING = re.compile(r"^[ \t]*[^\S \t\n]+[^\S\n]*\S", re.MULTILINE)
+"""What Python calls white space and the format does not: the reference strips it, Prometheus refuses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,10 @@ def _page(data: bytes) -> None:
         read_page(data)
     try:
         found = FILTER.samples(data)
-        families = list(text_string_to_metric_families(data.decode()))
+        text = data.decode()
+        if _ODD_BEGINNING.search(text):
+            return
+        families = list(text_string_to_metric_families(text))
     except (MalformedPage, ValueError, KeyError, IndexError, TypeError):
         return
     ours = {(s.name, *sorted(s.labels.items()), repr(s.value)) for rows in found.values() for s in rows}

@@ -33,6 +33,7 @@ ODD = (
     b"poll: {interval: !!timestamp 0-1-1}",
     b"web: {listen_address: &a [*a]}",
     b"plans: {p: {max_model_len: !!python/none x}}",
+    b'\x1fvllm:kv_cache_usage_perc{engine="0"} 0.0\n',
 )
 
 
