@@ -368,7 +368,7 @@ def machine() -> str:
     memory = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     kernel = ".".join(platform.release().split(".")[:2])
     load = os.getloadavg()[0]
-    python = platform.python_version()
+    python = platform.python_version() + (" (the distribution's)" if sys.base_prefix == "/usr" else "")
     hardware = f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB"
     return f"{hardware}, Linux {kernel}, Python {python}; load {load:.1f} before the run"
 
