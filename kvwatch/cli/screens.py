@@ -6,15 +6,6 @@ import shutil
 import sys
 from typing import Protocol
 
-try:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    HAVE_RICH = True
-except ModuleNotFoundError:  # an extra
-    HAVE_RICH = False
-
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """The terminal's second screen, without a cursor: what was printed before is there again afterwards."""
 _HOME, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -42,7 +33,10 @@ def open_screen() -> Screen | None:
     """The terminal behind standard output, None where that is none."""
     if not sys.stdout.isatty():
         return None
-    return RichScreen() if HAVE_RICH else PlainScreen()
+    try:
+        return RichScreen()
+    except ModuleNotFoundError:
+        return PlainScreen()
 
 
 class PlainScreen:
@@ -62,13 +56,23 @@ class PlainScreen:
 
 
 class RichScreen:
-    """A screen with verdicts and owners in colour, where the terminal has any and NO_COLOR is not set."""
+    """A screen with verdicts and owners in colour, where the terminal has any and NO_COLOR is not set.
+
+    Raises:
+        ModuleNotFoundError: rich, an extra, is not installed.
+    """
 
     def __init__(self) -> None:
+        # Here, since it takes long to import and most looks are not drawn.
+        from rich.console import Console
+        from rich.live import Live
+
         self._live = Live(console=Console(), screen=True, auto_refresh=False)
         self._live.start()
 
     def draw(self, text: str) -> None:
+        from rich.text import Text
+
         shown = Text("\n".join(_fitting(text)), no_wrap=True, overflow="ellipsis")
         for style, pattern in _STYLES.items():
             shown.highlight_regex(f"(?m){pattern}", style)
