@@ -6,17 +6,15 @@ python -m tools.build_docs --check    # exit code 1 where a page differs from wh
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvwatch.export.catalogue import FAMILIES, Family
 from tools.arguments import Command, commands
+from tools.generated import ROOT, Files, main
 
-ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = ROOT / "docs" / "reference"
 RUNBOOKS = ROOT / "docs" / "runbooks"
 NOTE = "<!-- Written by `python -m tools.build_docs`. -->"
 
@@ -102,37 +100,13 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-PAGES: Mapping[str, Callable[[], str]] = {
-    "metrics.md": metrics_page,
-    "command-line.md": cli_page,
-    "configuration.md": configuration_page,
-    "runbooks.md": runbooks_page,
+FILES: Files = {
+    "docs/reference/metrics.md": metrics_page,
+    "docs/reference/command-line.md": cli_page,
+    "docs/reference/configuration.md": configuration_page,
+    "docs/reference/runbooks.md": runbooks_page,
 }
 
 
-def stale() -> list[str]:
-    """Names of the pages that differ from what would be written."""
-    return [name for name, build in PAGES.items() if _read(REFERENCE / name) != build()]
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
-def main() -> int:
-    """Write the pages, or say which are not up to date."""
-    options = argparse.ArgumentParser(description="Writes docs/reference out of the code.")
-    options.add_argument("--check", action="store_true", help="write nothing, name the old pages")
-    if options.parse_args().check:
-        old = stale()
-        for name in old:
-            print(f"docs/reference/{name} is not up to date: python -m tools.build_docs", file=sys.stderr)
-        return 1 if old else 0
-    REFERENCE.mkdir(exist_ok=True)
-    for name, build in PAGES.items():
-        (REFERENCE / name).write_text(build(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("tools.build_docs", "Writes docs/reference out of the code.", FILES))

@@ -6,16 +6,14 @@ python -m tools.build_shell --check    # exit code 1 where a file differs from w
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 from kvwatch.cli.main import parser
 from tools.arguments import Argument, Command, commands
+from tools.generated import Files, main
 
-ROOT = Path(__file__).resolve().parents[1]
 NOTE = "Written by `python -m tools.build_shell`."
 _EXIT = (
     ("0", "as asked; for status: every server would start again"),
@@ -196,37 +194,12 @@ def _quoted(text: str) -> str:
 _FILE_VALUES = frozenset({"file", "path", "dir", "logfile", "model"})
 """What stands for the name of a file."""
 
-FILES: Mapping[str, Callable[[], str]] = {
+FILES: Files = {
     "share/man/man1/kvwatch.1": man_page,
     "share/bash-completion/completions/kvwatch": bash_completion,
     "share/zsh/site-functions/_kvwatch": zsh_completion,
 }
 
 
-def stale() -> list[str]:
-    """Files that differ from what would be written."""
-    return [
-        name
-        for name, build in FILES.items()
-        if not (ROOT / name).is_file() or (ROOT / name).read_text(encoding="utf-8") != build()
-    ]
-
-
-def main() -> int:
-    """Write the files, or say which are not up to date."""
-    options = argparse.ArgumentParser(description="Writes share/ out of the code.")
-    options.add_argument("--check", action="store_true", help="write nothing, name the old files")
-    if options.parse_args().check:
-        old = stale()
-        for name in old:
-            print(f"{name} is not up to date: python -m tools.build_shell", file=sys.stderr)
-        return 1 if old else 0
-    for name, build in FILES.items():
-        path = ROOT / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(build(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("tools.build_shell", "Writes share/ out of the code.", FILES))
