@@ -178,6 +178,10 @@ class ExporterServer:
         self._routes = self._build_routes()
         self._listeners = _listen(listen)
         self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        for listener in self._listeners:
+            self._selector.register(listener.socket, selectors.EVENT_READ, listener.socket)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept_loop, name="kvwatch-http", daemon=True)
 
@@ -205,6 +209,7 @@ class ExporterServer:
         if self._thread.ident is not None:
             self._wake_sender.send(b"\0")
             self._thread.join()
+        self._selector.close()
         for listener in self._listeners:
             listener.close()
         self._connections.cut_all(timeout)
@@ -214,16 +219,12 @@ class ExporterServer:
     # --- accepting
 
     def _accept_loop(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_receiver, selectors.EVENT_READ)
-            for listener in self._listeners:
-                selector.register(listener.socket, selectors.EVENT_READ, listener.socket)
-            while not self._closing.is_set():
-                ready = selector.select(self._limits.tick if len(self._connections) else None)
-                for key, _ in ready:
-                    if key.data is not None:
-                        self._accept(key.data)
-                self._connections.cut_overdue()
+        while not self._closing.is_set():
+            ready = self._selector.select(self._limits.tick if len(self._connections) else None)
+            for key, _ in ready:
+                if key.data is not None:
+                    self._accept(key.data)
+            self._connections.cut_overdue()
 
     def _accept(self, listening: socket.socket) -> None:
         try:

@@ -20,6 +20,7 @@ from kvwatch.observe.records import (
 )
 from tests.e2e.waiting import wait_until
 from tests.nodes import LLAMA_8B, NOW, PARENT, gpu, process, server, vllm_page
+from tests.support import NewThreads
 
 QUICK = Poll(nvml_timeout=0.2, processes_timeout=0.2, vllm_timeout=0.2)
 
@@ -219,14 +220,14 @@ def test_new_configurations_start_no_second_thread_beside_one_that_hangs(
 ) -> None:
     watch = observer(sources)
     release = threading.Event()
-    before = threading.active_count()
+    new_threads = NewThreads()
     monkeypatch.setattr(sources, "read_model", lambda *_: release.wait(30))
     threads = set()
     try:
         for _ in range(3):
             model = watch.observe().servers[0].model
             assert isinstance(model, Failure)
-            threads.add(threading.active_count())
+            threads.add(new_threads())
             watch.reconfigure(Config(poll=QUICK))
         assert len(threads) == 1
         assert len(sources.readers) == 3
@@ -235,7 +236,7 @@ def test_new_configurations_start_no_second_thread_beside_one_that_hangs(
     monkeypatch.undo()
     assert wait_until(lambda: isinstance(watch.observe().servers[0].model, ModelConfig), 10)
     watch.close()
-    wait_until(lambda: threading.active_count() == before, 10)
+    wait_until(lambda: new_threads() == 0, 10)
 
 
 def test_a_reader_that_cannot_be_opened_costs_its_own_server_and_is_tried_again(

@@ -9,15 +9,16 @@ import pytest
 from kvwatch.observe.deadline import Guarded, Lane
 from kvwatch.observe.records import Failure
 from tests.e2e.waiting import wait_until
+from tests.support import NewThreads
 
 
 @pytest.fixture
 def lane() -> Iterator[Lane]:
-    before = threading.active_count()
+    new_threads = NewThreads()
     lane = Lane()
     yield lane
     lane.close()
-    wait_until(lambda: threading.active_count() <= before, 10)
+    wait_until(lambda: new_threads() == 0, 10)
 
 
 def test_an_answer_comes_through_with_its_duration(lane: Lane) -> None:
@@ -47,7 +48,7 @@ def test_a_hanging_call_costs_one_thread_however_often_it_is_asked() -> None:
         return "stale"
 
     guarded: Guarded[str] = Guarded("nvml", Lane(idle_seconds=0.05))
-    before = threading.active_count()
+    new_threads = NewThreads()
     guarded.start(hang)
     outcome = guarded.result(0.05)
     assert isinstance(outcome, Failure)
@@ -58,11 +59,11 @@ def test_a_hanging_call_costs_one_thread_however_often_it_is_asked() -> None:
         assert isinstance(outcome, Failure)
         assert outcome.reason == "stuck"
     assert len(calls) == 1
-    assert threading.active_count() == before + 1
+    assert new_threads() == 1
     assert guarded.seconds is None
 
     release.set()
-    wait_until(lambda: threading.active_count() == before, 10)
+    wait_until(lambda: new_threads() == 0, 10)
     guarded.start(lambda: "fresh")
     assert guarded.result(5) == "fresh"
 
@@ -105,7 +106,7 @@ def test_calls_of_several_sources_share_a_thread(lane: Lane) -> None:
 @pytest.mark.parametrize("first_asked", [0, -1], ids=["asked for what hangs", "asked for the last"])
 def test_a_hanging_call_holds_up_no_other(first_asked: int) -> None:
     release = threading.Event()
-    before = threading.active_count()
+    new_threads = NewThreads()
     lane = Lane(idle_seconds=0.05)
     guards: list[Guarded[object]] = [Guarded("vllm", lane) for _ in range(6)]
     for number, guard in enumerate(guards):
@@ -114,9 +115,9 @@ def test_a_hanging_call_holds_up_no_other(first_asked: int) -> None:
     outcomes = [guard.result(0.1) for guard in guards]
     assert outcomes[3:] == [3, 4, 5]
     assert [isinstance(outcome, Failure) and outcome.reason for outcome in outcomes[:3]] == ["timeout"] * 3
-    wait_until(lambda: threading.active_count() == before + 3, 10)
+    wait_until(lambda: new_threads() == 3, 10)
     release.set()
-    wait_until(lambda: threading.active_count() == before, 10)
+    wait_until(lambda: new_threads() == 0, 10)
 
 
 def test_a_call_that_waits_for_its_turn_has_all_its_time() -> None:
@@ -153,17 +154,17 @@ def test_calls_survive_a_moment_without_threads(lane: Lane, monkeypatch: pytest.
 
 def test_a_closed_lane_gives_its_thread_back_when_the_call_returns() -> None:
     release = threading.Event()
-    before = threading.active_count()
+    new_threads = NewThreads()
     lane = Lane()
     guarded: Guarded[bool] = Guarded("vllm", lane)
     guarded.start(lambda: release.wait(30))
     assert isinstance(guarded.result(0.05), Failure)
     lane.close()
-    assert threading.active_count() == before + 1
+    assert new_threads() == 1
     release.set()
-    wait_until(lambda: threading.active_count() == before, 10)
+    wait_until(lambda: new_threads() == 0, 10)
     guarded.start(lambda: True)
     assert guarded.result(5) is True
     lane.close()
     lane.close()
-    wait_until(lambda: threading.active_count() == before, 10)
+    wait_until(lambda: new_threads() == 0, 10)

@@ -17,6 +17,7 @@ from kvwatch.observe.vllm import VllmSource, used_blocks
 from tests.export.webclient import make_certificate
 from tests.observe.scripted_server import Answer, ScriptedServer, drip, hang, raw, reply, status
 from tests.observe.vllm_pages import gauge, info, page, recorded
+from tests.support import NewThreads
 
 MODELS = {"object": "list", "data": [{"id": "tiny", "root": "models/tiny-llama", "max_model_len": 2048}]}
 LOADED = recorded("0.32.0-dev_load")
@@ -392,7 +393,7 @@ def test_an_address_that_cannot_be_asked(url: str) -> None:
 
 def test_threads_and_descriptors_are_given_back(server: ScriptedServer, hasty: VllmSource) -> None:
     record(hasty)
-    before = threading.active_count()
+    new_threads = NewThreads()
     for answer in (drip(HEAD, b"X", server.released), raw(b""), status(503)):
         server.answers["/metrics"] = answer
         failure(hasty)
@@ -400,7 +401,7 @@ def test_threads_and_descriptors_are_given_back(server: ScriptedServer, hasty: V
     record(hasty)
     workers = [thread.name for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     assert workers == []
-    assert threading.active_count() <= before + 3  # the test server's own threads
+    assert new_threads() <= 3  # the test server's own threads
 
 
 # --- used blocks ------------------------------------------------------------------------------------------
