@@ -101,7 +101,8 @@ def look(
     unseen = (Failure("processes", "hidden", "hidepid"),) if hidden else ()
     record = ProcessRecord({one.pid: one for one in processes}, failures=unseen)
     servers = tuple(one if isinstance(one, ObservedServer) else serves(one) for one in serving)
-    servers = tuple(replace(one, members=server_members(one.launch, record)) for one in servers)
+    members = server_members([one.launch for one in servers], record)
+    servers = tuple(replace(one, members=own) for one, own in zip(servers, members, strict=True))
     seen = observation((gpu(dict(held), other=other),), processes, servers, time=at)
     return Look(join(replace(seen, processes=record), config or Config(), after))
 

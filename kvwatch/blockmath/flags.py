@@ -96,7 +96,7 @@ class Flags:
 
     def with_changes(self, **changes: Any) -> Flags:
         """A copy with some flags replaced."""
-        return replace(self, **changes)
+        return replace(self, **changes) if changes else self
 
     @property
     def tp(self) -> int:

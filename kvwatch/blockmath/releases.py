@@ -122,19 +122,7 @@ class Release:
         Raises:
             ValueError: not a version.
         """
-        match = _VERSION.fullmatch(text.strip())
-        if match is None:
-            raise ValueError(f"{text!r} is not a vLLM version such as 0.32.0 or 0.6.4.post1")
-        numbers = tuple(int(part) for part in match["numbers"].split("."))
-        version = numbers + (0,) * (3 - len(numbers))
-        dev = int(match["dev"]) if match["dev"] else None
-        phase = match["phase"] or ("dev" if dev is not None else "")
-        rank = (_PHASES[phase], int(match["serial"] or 0), _NOT_DEV if dev is None else dev)
-        if engine is None:
-            engine = "V1" if version >= V1_DEFAULT_SINCE else "V0"
-        elif engine == "V0" and version >= V0_REMOVED_IN:
-            raise ValueError(f"{text}: the V0 engine was removed in 0.11.0")
-        return cls(version, rank, engine, text.strip(), _rules(version, engine))
+        return _parsed(text, engine)
 
     def __lt__(self, other: Release) -> bool:
         return (self.version, self.rank) < (other.version, other.rank)
@@ -290,6 +278,23 @@ class Release:
     def cpu_clause(self) -> bool:
         """Memory messages say that the utilization also controls CPU memory."""
         return bool(self.rules["cpu_clause"])
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str, engine: Engine | None) -> Release:
+    match = _VERSION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a vLLM version such as 0.32.0 or 0.6.4.post1")
+    numbers = tuple(int(part) for part in match["numbers"].split("."))
+    version = numbers + (0,) * (3 - len(numbers))
+    dev = int(match["dev"]) if match["dev"] else None
+    phase = match["phase"] or ("dev" if dev is not None else "")
+    rank = (_PHASES[phase], int(match["serial"] or 0), _NOT_DEV if dev is None else dev)
+    if engine is None:
+        engine = "V1" if version >= V1_DEFAULT_SINCE else "V0"
+    elif engine == "V0" and version >= V0_REMOVED_IN:
+        raise ValueError(f"{text}: the V0 engine was removed in 0.11.0")
+    return Release(version, rank, engine, text.strip(), _rules(version, engine))
 
 
 Release.LATEST = Release.parse("0.33.0")

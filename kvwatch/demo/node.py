@@ -171,9 +171,11 @@ class DemoNode:
         nowhere = Path("/nonexistent")
         return tuple(replace(found, failures=()) for found in find_servers(processes, proc_root=nowhere))
 
-    def server_members(self, launch: Launch, processes: ProcessRecord) -> frozenset[int]:
+    def server_members(
+        self, launches: tuple[Launch, ...], processes: ProcessRecord
+    ) -> tuple[frozenset[int], ...]:
         """The server's process tree."""
-        return server_members(launch, processes)
+        return server_members(launches, processes)
 
     def open_vllm(self, base_url: str, settings: ServerConfig | None) -> VllmSource:
         """A reader for the recorded pages, over HTTP as on a real node."""

@@ -14,6 +14,8 @@ from kvwatch.export.catalogue import Family
 
 _LEAST_WITH_EXPONENT = 1_000_000.0
 """From here on the Go and Python clients write a number with an exponent."""
+_USUAL_SERIES = 1024
+"""So many series of a family are remembered as text."""
 
 
 class FamilyWriter:
@@ -21,9 +23,10 @@ class FamilyWriter:
 
     def __init__(self, family: Family) -> None:
         self._labels = tuple(sorted(family.labels))
-        self._names = frozenset(family.labels)
         pairs = ",".join(f'{label}="%s"' for label in self._labels)
-        self._line = f"{family.name}{{{pairs}}} %s\n" if pairs else f"{family.name} %s\n"
+        self._series = f"{family.name}{{{pairs}}} " if pairs else f"{family.name} "
+        # From look to look labels stay as they are, and only the values change.
+        self._before_value = lru_cache(maxsize=_USUAL_SERIES)(self._escaped_series)
         self.text_head = _head(family.name, family.kind, _escaped_help(family.help))
         openmetrics_name = family.name.removesuffix("_total") if family.kind == "counter" else family.name
         self.openmetrics_head = _head(openmetrics_name, family.kind, _escaped(family.help))
@@ -34,10 +37,16 @@ class FamilyWriter:
         Raises:
             KeyError: these are not the family's labels.
         """
-        if labels.keys() != self._names:
+        try:
+            texts = tuple([labels[name] for name in self._labels])
+        except KeyError:
+            texts = ()
+        if not len(texts) == len(labels) == len(self._labels):
             raise KeyError(f"labels {sorted(labels)} instead of {list(self._labels)}")
-        texts = [_escaped_label(labels[name]) for name in self._labels]
-        return self._line % (*texts, number(value))
+        return f"{self._before_value(texts)}{number(value)}\n"
+
+    def _escaped_series(self, texts: tuple[str, ...]) -> str:
+        return self._series % tuple(map(_escaped, texts))
 
 
 def number(value: float) -> str:
@@ -45,6 +54,12 @@ def number(value: float) -> str:
     value = float(value)
     if -math.inf < value < _LEAST_WITH_EXPONENT:
         return repr(value)
+    return _great_number(value)
+
+
+@lru_cache(maxsize=4096)
+def _great_number(value: float) -> str:
+    """Most of a page's numbers are bytes, and most of those stay as they are from look to look."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -64,10 +79,6 @@ def written(parts: Iterable[tuple[str, list[str]]]) -> bytes:
 
 def _escaped(text: str) -> str:
     return _escaped_help(text).replace('"', r"\"")
-
-
-# From look to look labels stay as they are, and only the values change.
-_escaped_label = lru_cache(maxsize=4096)(_escaped)
 
 
 def _escaped_help(text: str) -> str:

@@ -61,8 +61,8 @@ def request_lengths(server: ServerState) -> RequestLengths | None:
 
 def merged(histograms: Sequence[Histogram]) -> Histogram | None:
     """The sum of histograms with equal bounds; None for none, or where the bounds differ."""
-    if not histograms:
-        return None
+    if len(histograms) < 2:
+        return histograms[0] if histograms else None
     bounds = [bound for bound, _ in histograms[0].buckets]
     if any([bound for bound, _ in one.buckets] != bounds for one in histograms):
         return None

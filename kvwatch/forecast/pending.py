@@ -179,7 +179,7 @@ def _default(release: Release | None) -> float | None:
 
 def _flags(server: ServerState, start: NextStart) -> Iterator[Change]:
     told = _told_by_page(server)
-    for name in _comparable(server):
+    for name in _comparable(server) if server.launch.flags != start.flags else ():
         running, coming = getattr(server.launch.flags, name), getattr(start.flags, name)
         if running is None and coming is not None:
             running = told.get(name)

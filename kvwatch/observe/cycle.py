@@ -47,8 +47,10 @@ class Sources(Protocol):
     def find_servers(self, processes: ProcessRecord) -> tuple[Launch, ...]:
         """The vLLM servers among them."""
 
-    def server_members(self, launch: Launch, processes: ProcessRecord) -> frozenset[int]:
-        """The pids that belong to one server."""
+    def server_members(
+        self, launches: tuple[Launch, ...], processes: ProcessRecord
+    ) -> tuple[frozenset[int], ...]:
+        """The pids that belong to each of the servers."""
 
     def open_vllm(self, base_url: str, settings: ServerConfig | None) -> VllmReader:
         """A reader for one server's pages, kept between cycles."""
@@ -238,14 +240,11 @@ class Observer:
         record = self._sources.read_processes()
         if isinstance(record, Failure):
             return record
+        launches = self._sources.find_servers(record)
+        members = self._sources.server_members(launches, record)
         return record, tuple(
-            _Found(
-                launch,
-                None,
-                self._sources.server_members(launch, record),
-                record.processes.get(launch.pid or 0),
-            )
-            for launch in self._sources.find_servers(record)
+            _Found(launch, None, own, record.processes.get(launch.pid or 0))
+            for launch, own in zip(launches, members, strict=True)
         )
 
     def _with_configured(self, found: tuple[_Found, ...]) -> tuple[_Found, ...]:

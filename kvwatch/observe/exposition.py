@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 MAX_LINE_BYTES = 64 * 1024
 MAX_SERIES = 5_000
@@ -23,14 +23,16 @@ _TEXT = r'(?:[^"\\]|\\[\\"n])*+'
 _PAIR = re.compile(rf'[ \t]*+({_NAME})[ \t]*+=[ \t]*+"({_TEXT})"')
 _PAIRS = rf'(?:[ \t]*+{_NAME}[ \t]*+=[ \t]*+"{_TEXT}"[ \t]*+(?:,|(?=\}})))*+[ \t]*+'
 _NUMBER = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?i:inf|infinity)|(?i:nan)"
-_SAMPLE = re.compile(
-    rf"[ \t]*+(?:\{{({_PAIRS})\}})?[ \t]*+({_NUMBER})(?:[ \t]+[+-]?[0-9]+)?[ \t]*\r?", re.ASCII
-)
+_BRACES = re.compile(rf"[ \t]*+\{{({_PAIRS})\}}")
+_VALUE = re.compile(rf"[ \t]*+({_NUMBER})(?:[ \t]+[+-]?[0-9]+)?[ \t]*\r?".encode())
 _ESCAPE = re.compile(r'\\([\\"n])')
-_Identity = frozenset[tuple[str, str]]
-_USUAL_LABELS = 2048
-"""Characters of labels that are remembered; longer ones are read anew each time."""
+_USUAL_BYTES = 2048
+"""Labels of so many bytes are remembered; longer ones are read anew each time."""
 _UNESCAPED = {"\\": "\\", '"': '"', "n": "\n"}
+
+Pairs = frozenset[tuple[str, str]]
+"""Labels and their values."""
+_NO_LABELS: tuple[Mapping[str, str], Pairs] = MappingProxyType({}), frozenset()
 
 
 class MalformedPage(ValueError):
@@ -45,13 +47,19 @@ class MalformedPage(ValueError):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One sample line: full sample name (with ``_bucket``, ``_total`` …), labels unescaped, value."""
+class Sample(NamedTuple):
+    """One sample line.
+
+    Attributes:
+        name: in full, with ``_bucket``, ``_total`` …
+        labels: unescaped.
+        pairs: the labels, as what tells this sample from others of its name.
+    """
 
     name: str
     labels: Mapping[str, str]
     value: float
+    pairs: Pairs
 
 
 class FamilyFilter:
@@ -72,10 +80,10 @@ class FamilyFilter:
         if not page.endswith(b"\n"):
             raise MalformedPage("truncated", "the page does not end with a newline")
         found: dict[str, list[Sample]] = {}
-        seen: set[tuple[str, _Identity]] = set()
+        seen: set[tuple[str, Pairs]] = set()
         for name, rest in self._lines(page):
-            sample, identity = _parse(name, rest)
-            series = name, identity
+            sample = _parse(name, rest)
+            series = name, sample.pairs
             if series in seen:
                 raise MalformedPage("duplicate_series", f"{name} has the same labels twice")
             seen.add(series)
@@ -101,43 +109,56 @@ def _wanted_lines(names: Collection[str]) -> re.Pattern[bytes]:
     return re.compile(rf"\n[ \t]*+({'|'.join(choices)})(?=[{{\s])([^\n]*+)".encode())
 
 
-def _parse(name: str, rest: bytes) -> tuple[Sample, _Identity]:
+def _parse(name: str, rest: bytes) -> Sample:
     if len(rest) > MAX_LINE_BYTES:
         raise MalformedPage("line_too_long", f"a line of {name} has {len(rest)} bytes")
+    # No value has a brace, so the last one of a line ends its labels.
+    inside, brace, number = rest.rpartition(b"}")
+    value = _VALUE.fullmatch(number)
     try:
-        text = rest.decode()
+        labels, pairs = (_usual_labels if len(inside) <= _USUAL_BYTES else _labels)(inside + brace)
     except UnicodeDecodeError as error:
         raise MalformedPage("not_utf8", f"a line of {name} is not UTF-8") from error
-    sample = _SAMPLE.fullmatch(text)
-    if sample is None:
-        raise MalformedPage("bad_sample", f"{name}: not a sample: {text[:80]!r}")
-    inside = sample[1] or ""
-    try:
-        labels, identity = _usual_labels(inside) if len(inside) <= _USUAL_LABELS else _labels(inside)
-    except ValueError:
-        raise MalformedPage("bad_sample", f"{name}: a label is given twice: {text[:80]!r}") from None
-    return Sample(name, labels, float(sample[2])), identity
+    except _BadLabels as error:
+        raise _bad_sample(name, rest, str(error)) from None
+    if value is None:
+        raise _bad_sample(name, rest, "not a sample")
+    return Sample(name, labels, float(value[1]), pairs)
 
 
-def _labels(inside: str) -> tuple[Mapping[str, str], _Identity]:
-    """The labels between the braces of a well-formed line, and what tells them from others.
+def _bad_sample(name: str, rest: bytes, what: str) -> MalformedPage:
+    return MalformedPage("bad_sample", f"{name}: {what}: {rest.decode(errors='replace')[:80]!r}")
+
+
+class _BadLabels(Exception):
+    """The message says what is wrong with them."""
+
+
+def _labels(braces: bytes) -> tuple[Mapping[str, str], Pairs]:
+    """The labels of a line, braces included; none where there are none.
 
     Raises:
-        ValueError: one is given twice.
+        UnicodeDecodeError: as it says.
+        _BadLabels: they are not well formed, or one is given twice.
     """
-    pairs = _PAIR.findall(inside)
-    if "\\" in inside:
+    if not braces:
+        return _NO_LABELS
+    well_formed = _BRACES.fullmatch(braces.decode())
+    if well_formed is None:
+        raise _BadLabels("not a sample")
+    pairs = _PAIR.findall(well_formed[1])
+    if b"\\" in braces:
         pairs = [(label, _ESCAPE.sub(_unescape, value)) for label, value in pairs]
     labels = dict(pairs)
     if len(labels) < len(pairs):
-        raise ValueError
+        raise _BadLabels("a label is given twice")
     return MappingProxyType(labels), frozenset(pairs)
 
 
 @lru_cache(maxsize=1024)
-def _usual_labels(inside: str) -> tuple[Mapping[str, str], _Identity]:
+def _usual_labels(braces: bytes) -> tuple[Mapping[str, str], Pairs]:
     """The same; from look to look a server's labels stay as they are, and only the values change."""
-    return _labels(inside)
+    return _labels(braces)
 
 
 def _unescape(escape: re.Match[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvwatch.observe.command_line import CommandLine, parse_command_line, server_arguments
@@ -130,30 +130,33 @@ def ancestors(process: Process, processes: Mapping[int, Process]) -> list[Proces
     return chain
 
 
-def server_members(launch: Launch, processes: ProcessRecord) -> frozenset[int]:
-    """Pids of the server's parent, engine cores, workers, API servers and other descendants.
+def server_members(launches: Sequence[Launch], processes: ProcessRecord) -> tuple[frozenset[int], ...]:
+    """Pids of each server's parent, engine cores, workers, API servers and other descendants.
 
     A worker whose engine core died is no descendant any more. It still counts where the server leads the
     session, which no other server then shares.
     """
-    if launch.pid is None or launch.pid not in processes.processes:
-        return frozenset()
     children: defaultdict[int, list[int]] = defaultdict(list)
+    by_session: defaultdict[int | None, list[Process]] = defaultdict(list)
     for process in processes.processes.values():
         children[process.ppid].append(process.pid)
-    members: set[int] = set()
-    pending = [launch.pid]
-    while pending:
-        pid = pending.pop()
-        if pid not in members:
-            members.add(pid)
-            pending.extend(children[pid])
-    prefix = launch.environment.get("VLLM_PROCESS_NAME_PREFIX", TITLE_PREFIX)
-    return frozenset(members) | {
-        process.pid
-        for process in processes.processes.values()
-        if process.session == launch.pid and title_prefix(process) == prefix
-    }
+        by_session[process.session].append(process)
+
+    def members(launch: Launch) -> frozenset[int]:
+        if launch.pid is None or launch.pid not in processes.processes:
+            return frozenset()
+        found: set[int] = set()
+        pending = [launch.pid]
+        while pending:
+            pid = pending.pop()
+            if pid not in found:
+                found.add(pid)
+                pending.extend(children[pid])
+        prefix = launch.environment.get("VLLM_PROCESS_NAME_PREFIX", TITLE_PREFIX)
+        titled = (process.pid for process in by_session[launch.pid] if title_prefix(process) == prefix)
+        return frozenset(found).union(titled)
+
+    return tuple(map(members, launches))
 
 
 def title_prefix(process: Process) -> str | None:

@@ -45,9 +45,11 @@ class LocalSources:
         """The vLLM servers among them."""
         return self._launches.read(processes)
 
-    def server_members(self, launch: Launch, processes: ProcessRecord) -> frozenset[int]:
-        """The pids that belong to one server."""
-        return server_members(launch, processes)
+    def server_members(
+        self, launches: tuple[Launch, ...], processes: ProcessRecord
+    ) -> tuple[frozenset[int], ...]:
+        """The pids that belong to each of the servers."""
+        return server_members(launches, processes)
 
     def open_vllm(self, base_url: str, settings: ServerConfig | None) -> VllmReader:
         """A reader for one server's pages."""

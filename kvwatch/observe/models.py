@@ -119,15 +119,14 @@ class _View:
 
     root: str
     cwd: str | None
-    home: str | None
+    uid: int | None
     environment: Mapping[str, str]
 
     @classmethod
     def of(cls, launch: Launch, process: Process | None, proc_root: Path) -> _View:
         contained = process is not None and process.container is not None
         root = process_root(proc_root, launch.pid, contained=contained)
-        uid = process.uid if process is not None else None
-        return cls(root, launch.cwd, launch.environment.get("HOME") or _home(uid), launch.environment)
+        return cls(root, launch.cwd, process.uid if process is not None else None, launch.environment)
 
     def _is_directory(self, path: str) -> bool:
         return stat.S_ISDIR(self._mode(path))
@@ -208,7 +207,8 @@ class _View:
             return None
 
     def _in_home(self, path: str) -> str | None:
-        return f"{self.home}/{path}" if self.home else None
+        home = self.environment.get("HOME") or _home(self.uid)
+        return f"{home}/{path}" if home else None
 
     def _all_absolute(self, *paths: str | None) -> list[str]:
         return [absolute for path in paths if path and (absolute := self._absolute(path))]

@@ -20,9 +20,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add, le, lt
 from typing import Any, TypeVar
 
-from kvwatch.observe.exposition import FamilyFilter, MalformedPage, Sample
+from kvwatch.observe.exposition import FamilyFilter, MalformedPage, Pairs, Sample
 from kvwatch.observe.records import Engine, Failure, Histogram
 
 T = TypeVar("T")
@@ -306,11 +307,11 @@ class _Reader:
 
     def _histogram(self, name: str, engine: str) -> Histogram | None:
         """Sum over the rows of one engine, which differ in the model name; None without rows."""
-        columns: dict[frozenset[tuple[str, str]], list[tuple[float, float]]] = {}
+        columns: dict[Pairs, list[tuple[float, float]]] = {}
         for row in self._of(name + "_bucket", engine):
-            others = dict(row.labels)
-            bound = _bound(others.pop("le", ""))
-            columns.setdefault(frozenset(others.items()), []).append((bound, row.value))
+            text = row.labels.get("le", "")
+            others = row.pairs - {("le", text)}
+            columns.setdefault(others, []).append((_bound(text[:_MAX_LABEL]), row.value))
         if not columns:
             return None
         totals = _added(columns.values())
@@ -345,15 +346,17 @@ def _bound(text: str) -> float:
 
 def _added(columns: Iterable[list[tuple[float, float]]]) -> tuple[tuple[float, float], ...] | None:
     """Cumulative buckets added bound by bound; None unless all have the same bounds and rise to infinity."""
-    totals: dict[float, float] = {}
-    for number, column in enumerate(columns):
-        buckets = {bound: count for bound, value in column if (count := _count(value)) is not None}
-        if len(buckets) < len(column) or (number and buckets.keys() != totals.keys()):
+    totals: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    for column in columns:
+        bounds, counts = zip(*sorted(column), strict=True)
+        if bounds[-1] != math.inf or not all(map(lt, bounds, bounds[1:])):
             return None
-        bounds = sorted(buckets)
-        counts = [buckets[bound] for bound in bounds]
-        if any(math.isnan(bound) for bound in bounds) or bounds[-1] != math.inf or counts != sorted(counts):
+        if counts[0] < 0 or not all(map(float.is_integer, counts)) or not all(map(le, counts, counts[1:])):
             return None
-        for bound in bounds:
-            totals[bound] = totals.get(bound, 0.0) + buckets[bound]
-    return tuple(sorted(totals.items()))
+        if totals is None:
+            totals = bounds, counts
+        elif totals[0] == bounds:
+            totals = bounds, tuple(map(add, totals[1], counts))
+        else:
+            return None
+    return None if totals is None else tuple(zip(*totals, strict=True))

@@ -108,9 +108,11 @@ class Sources:
     def find_servers(self, processes: ProcessRecord) -> tuple[Launch, ...]:
         return tuple(server.launch for server in self.moment.servers)
 
-    def server_members(self, launch: Launch, processes: ProcessRecord) -> frozenset[int]:
-        server = self.server(launch.base_url)
-        return server.members if server else frozenset()
+    def server_members(
+        self, launches: tuple[Launch, ...], processes: ProcessRecord
+    ) -> tuple[frozenset[int], ...]:
+        servers = (self.server(launch.base_url) for launch in launches)
+        return tuple(server.members if server else frozenset() for server in servers)
 
     def open_vllm(self, base_url: str, settings: ServerConfig | None) -> Reader:
         return Reader(self, base_url)

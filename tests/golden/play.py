@@ -70,8 +70,10 @@ class Sources:
     def find_servers(self, processes: ProcessRecord) -> tuple[Launch, ...]:
         return tuple(server.launch for server in self._situation.servers)
 
-    def server_members(self, launch: Launch, processes: ProcessRecord) -> frozenset[int]:
-        return self._server(launch.base_url).members
+    def server_members(
+        self, launches: tuple[Launch, ...], processes: ProcessRecord
+    ) -> tuple[frozenset[int], ...]:
+        return tuple(self._server(launch.base_url).members for launch in launches)
 
     def open_vllm(self, base_url: str, settings: ServerConfig | None) -> Page:
         return Page(self._server(base_url).vllm)

@@ -61,8 +61,10 @@ class FakeSources:
     def find_servers(self, processes: ProcessRecord) -> tuple[Launch, ...]:
         return self.launches
 
-    def server_members(self, launch: Launch, processes: ProcessRecord) -> frozenset[int]:
-        return frozenset({PARENT})
+    def server_members(
+        self, launches: tuple[Launch, ...], processes: ProcessRecord
+    ) -> tuple[frozenset[int], ...]:
+        return (frozenset({PARENT}),) * len(launches)
 
     def open_vllm(self, base_url: str, settings: ServerConfig | None) -> Reader:
         reader = Reader(self.page)

@@ -153,6 +153,6 @@ def test_refuses(page: bytes, expected: str) -> None:
 def test_other_families_are_not_looked_at() -> None:
     page = b'other{a="1"} what\nup_and_away{ 1\nup{a="\\\\n\\n\\""} +Inf\nvllm:num_requests_waiting NaN\n'
     samples = FILTER.samples(page)
-    assert samples["up"] == [Sample("up", {"a": '\\n\n"'}, math.inf)]
+    assert samples["up"] == [Sample("up", {"a": '\\n\n"'}, math.inf, frozenset({("a", '\\n\n"')}))]
     assert math.isnan(samples["vllm:num_requests_waiting"][0].value)
     assert samples.keys() == {"up", "vllm:num_requests_waiting"}

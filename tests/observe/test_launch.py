@@ -287,7 +287,7 @@ def members(
     (launch,) = find_servers(listed, proc_root=Path("/nowhere"))
     if environment is not None:
         launch = Launch(launch.pid, None, Flags(), None, (), None, environment=environment)
-    return set(server_members(launch, listed))
+    return set(*server_members([launch], listed))
 
 
 def test_members_of_a_real_servers_tree() -> None:
@@ -322,13 +322,12 @@ def test_orphans_in_a_session_that_several_share_belong_to_none() -> None:
     orphan = process(60, ["VLLM::EngineCore"], ppid=1, session=40)
     listed = record(process(40, ["bash"]), server, orphan)
     (launch,) = find_servers(listed, proc_root=Path("/nowhere"))
-    assert server_members(launch, listed) == {50}
+    assert server_members([launch], listed) == (frozenset({50}),)
 
 
 def test_members_of_a_server_that_is_gone() -> None:
-    launch = Launch(99, None, Flags(), None, (), None)
-    assert server_members(launch, record(*TREE)) == frozenset()
-    assert server_members(Launch(None, None, Flags(), None, (), None), record(*TREE)) == frozenset()
+    gone, elsewhere = (Launch(pid, None, Flags(), None, (), None) for pid in (99, None))
+    assert server_members([gone, elsewhere], record(*TREE)) == (frozenset(), frozenset())
 
 
 @pytest.mark.parametrize(
