@@ -38,13 +38,13 @@ def forecast_together(server: str, restart: Mapping[str, RestartForecast]) -> To
     own = restart[server].situation
     if own is None:
         return None
-    cards = {site.gpu for site in own.sites}
+    cards = frozenset(site.gpu for site in own.sites)
     others = [
         found
         for name, forecast in restart.items()
         if name != server
         and (found := forecast.situation) is not None
-        and cards & {site.gpu for site in found.sites}
+        and not cards.isdisjoint(site.gpu for site in found.sites)
     ]
     if not others:
         return None

@@ -67,6 +67,7 @@ class FamilyFilter:
 
     def __init__(self, names: Collection[str]) -> None:
         self._wanted = _wanted_lines(names)
+        self._names = {name.encode(): name for name in names}
 
     def samples(self, page: bytes) -> dict[str, list[Sample]]:
         """The samples by name, in page order; names without a sample are left out.
@@ -96,7 +97,8 @@ class FamilyFilter:
     def _lines(self, page: bytes) -> Iterator[tuple[str, bytes]]:
         """Sample name and the rest of the line, for the lines whose name is wanted."""
         for line in self._wanted.finditer(b"\n" + page):
-            yield line[1].decode(), line[2]
+            name, rest = line.groups()
+            yield self._names[name], rest
 
 
 def _wanted_lines(names: Collection[str]) -> re.Pattern[bytes]:
