@@ -5,6 +5,7 @@
 Three servers hand out the same families at 500 and at 5,000 series; one client asks them in turn over kept
 connections, as Prometheus does. Then hostile clients by the hundred come to kvwatch's server, while a good
 one goes on asking. benchmarks.endurance adds the cost of cycles and the memory after ten thousand of them.
+Then how long the program takes to be loaded.
 Exit status 1 where a target is missed. node_exporter is Debian's prometheus-node-exporter.
 """
 
@@ -46,6 +47,7 @@ ACCEPT = {
 }
 SILENT, SLOW, PARALLEL, GARBAGE = 50, 50, 200, 10_000
 CPU_TARGET_MS = 30.0
+IMPORT_TARGET_MS = 250.0
 RESIDENT_TARGET_MIB = 64.0
 GROWTH_TARGET_MIB = 1.0
 MIB = 1 << 20
@@ -359,6 +361,45 @@ def certificate(folder: Path) -> Path:
     return path
 
 
+# --- start ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How long one way to start takes, in milliseconds."""
+
+    median_ms: float
+    least_ms: float
+
+
+IMPORTS = ("kvwatch", "kvwatch.cli.main", "kvwatch.cli.run")
+IMPORT_ROUNDS = 15
+
+
+def starts() -> dict[str, Start]:
+    """The imports, each in new processes that find compiled modules."""
+    with tempfile.TemporaryDirectory(prefix="kvwatch-bench-") as cache:
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": cache}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        return {module: import_time(module, environment) for module in IMPORTS}
+
+
+def import_time(module: str, environment: dict[str, str]) -> Start:
+    """One module and all that it needs, as the importing process sees it."""
+    program = f"import time; begun = time.perf_counter(); import {module}; print(time.perf_counter() - begun)"
+    command = [sys.executable, "-c", program]
+
+    def once() -> float:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+        return 1000 * float(done.stdout)
+
+    once()
+    found = [once() for _ in range(IMPORT_ROUNDS)]
+    return Start(statistics.median(found), min(found))
+
+
 # --- report ---------------------------------------------------------------------------------------------
 
 
@@ -374,7 +415,13 @@ def machine() -> str:
     return f"{hardware}, Linux {kernel}, Python {python}; load {load:.1f} before the run"
 
 
-def report(before: str, found: dict[int, dict[str, Latency]], stood: Sequence[Siege], cycles: Cycles) -> str:
+def report(
+    before: str,
+    found: dict[int, dict[str, Latency]],
+    stood: Sequence[Siege],
+    cycles: Cycles,
+    begun: dict[str, Start],
+) -> str:
     """The page for docs/."""
     scrapes = "".join(
         f"| {series:,} | {name} | {one.p50:.2f} ms | {one.p99:.2f} ms | {one.resident_mib:.0f} MiB |\n"
@@ -398,6 +445,10 @@ def report(before: str, found: dict[int, dict[str, Latency]], stood: Sequence[Si
         attacks=attacks,
         cycles=cycles,
         memory=memory,
+        starts="".join(
+            f"| `import {module}` | {one.median_ms:.0f} ms | {one.least_ms:.0f} ms |\n"
+            for module, one in begun.items()
+        ),
     )
 
 
@@ -433,7 +484,16 @@ card, of which trends are made.
 |---|---|
 | CPU of a whole cycle, all threads | {cycles.cpu_ms:.0f} ms median, {cycles.least_cpu_ms:.0f} ms least |
 | CPU of `sum(range(1_000_000))` there, which tells how fast the machine is | {cycles.plain_loop_ms:.0f} ms |
-{memory}"""
+{memory}
+### Start
+
+Imports in new processes that find compiled modules. `kvwatch --version` and `--help` need `kvwatch.cli.main`,
+`kvwatch run` and `kvwatch status` all of `kvwatch.cli.run`. What a node may never need (numpy, the status page, the
+catalogue of weights …) is loaded when it is needed first.
+
+| | median | least |
+|---|---|---|
+{starts}"""
 MARKS = "<!-- benchmarks.exporter -->\n", "<!-- end of benchmarks.exporter -->\n"
 
 
@@ -445,7 +505,9 @@ def write_section(path: Path, text: str) -> None:
     path.write_text(f"{before.rstrip()}\n\n{begin}{text}{end}{after}", encoding="utf-8")
 
 
-def missed(found: dict[int, dict[str, Latency]], stood: Sequence[Siege], cycles: Cycles) -> Iterator[str]:
+def missed(
+    found: dict[int, dict[str, Latency]], stood: Sequence[Siege], cycles: Cycles, begun: dict[str, Start]
+) -> Iterator[str]:
     """The targets that were not reached."""
     for series, servers in found.items():
         if "node_exporter" not in servers:
@@ -462,6 +524,8 @@ def missed(found: dict[int, dict[str, Latency]], stood: Sequence[Siege], cycles:
         yield f"memory grew by {last - full:.1f} MiB once the trends' memory was full"
     if cycles.cpu_ms > CPU_TARGET_MS:
         yield f"a cycle takes {cycles.cpu_ms:.0f} ms of CPU"
+    if begun["kvwatch"].median_ms > IMPORT_TARGET_MS:
+        yield f"import kvwatch takes {begun['kvwatch'].median_ms:.0f} ms"
 
 
 def endurance() -> Cycles:
@@ -480,11 +544,12 @@ def main() -> int:
     found = {series: latencies(series) for series in SERIES}
     stood = list(sieges())
     cycles = endurance()
-    text = report(before, found, stood, cycles)
+    begun = starts()
+    text = report(before, found, stood, cycles, begun)
     print(text)
     if args.write:
         write_section(args.write, text)
-    problems = list(missed(found, stood, cycles))
+    problems = list(missed(found, stood, cycles, begun))
     for problem in problems:
         complain(problem)
     return 1 if problems else 0

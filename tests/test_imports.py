@@ -1,8 +1,10 @@
-"""Imports run one way through the package, and blockmath stands alone."""
+"""Imports run one way, blockmath stands alone, and nobody waits for what he does not need."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,38 @@ def test_blockmath_is_pure(path: Path) -> None:
     assert not {
         name for name in names if name.startswith("kvwatch.") and not name.startswith("kvwatch.blockmath")
     }
+
+
+SELDOM_NEEDED = (
+    "bcrypt",
+    "numpy",
+    "psutil",
+    "requests",
+    "rich",
+    "kvwatch.blockmath.weights",
+    "kvwatch.cli.demo",
+    "kvwatch.demo",
+    "kvwatch.export.statuspage",
+    "kvwatch.observe.capture",
+    "kvwatch.observe.nextstart_compose",
+    "kvwatch.observe.nextstart_kubernetes",
+)
+"""What `kvwatch run` and `kvwatch status` start without: much of their start would be spent on it."""
+
+
+@pytest.mark.parametrize("command", ["run", "status", "holders"])
+def test_a_command_starts_without_what_it_seldom_needs(command: str) -> None:
+    program = f"import sys, kvwatch.cli.{command}; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert "kvwatch.monitor" in loaded.split()
+    assert not set(SELDOM_NEEDED).intersection(loaded.split())
+
+
+def test_the_package_itself_imports_nothing() -> None:
+    program = "import sys; before = set(sys.modules); import kvwatch; print(*set(sys.modules) - before)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert loaded.split() == ["kvwatch"]

@@ -11,10 +11,8 @@ from kvwatch.cli.common import complain, read_config
 from kvwatch.config import Config, load
 from kvwatch.export.cycle import Cycle
 from kvwatch.monitor import Monitor
-from kvwatch.observe.capture import CaptureError, read_captures
 from kvwatch.observe.cycle import Observer
 from kvwatch.observe.local import LocalSources
-from kvwatch.observe.replay import ReplayObserver, captured_config
 from kvwatch.yamlfile import ConfigError
 
 
@@ -62,7 +60,7 @@ def watched_or_complain(
         return _captured(args, adjust) if args.replay else _real(args, adjust)
     except OSError as error:
         complain(f"{args.replay}: {error.strerror or error}")
-    except (ConfigError, CaptureError) as error:
+    except ConfigError as error:
         complain(str(error))
     return None
 
@@ -72,8 +70,16 @@ def _real(args: argparse.Namespace, adjust: Callable[[Config], Config]) -> Watch
     return Watched(Monitor(Observer(LocalSources(config.poll), config), config))
 
 
-def _captured(args: argparse.Namespace, adjust: Callable[[Config], Config]) -> Watched:
-    captures = read_captures(args.replay)
+def _captured(args: argparse.Namespace, adjust: Callable[[Config], Config]) -> Watched | None:
+    # Who looks at a real node does not wait for these.
+    from kvwatch.observe.capture import CaptureError, read_captures
+    from kvwatch.observe.replay import ReplayObserver, captured_config
+
+    try:
+        captures = read_captures(args.replay)
+    except CaptureError as error:
+        complain(str(error))
+        return None
     config = adjust(load(args.config) if args.config else captured_config(captures))
     observer = ReplayObserver(captures, config)
     monitor = Monitor(observer, config, now=observer.now, simulated=True)

@@ -7,7 +7,6 @@ from kvwatch.export.cycle import Cycle
 from kvwatch.export.document import document, encode
 from kvwatch.export.page import build_page
 from kvwatch.export.server import Content
-from kvwatch.export.statuspage import apology, status_page
 from kvwatch.logs import log_crash
 
 
@@ -24,6 +23,9 @@ def render(cycle: Cycle, config: Config) -> Content:
 
 
 def _status(cycle: Cycle) -> bytes:
+    # Nobody looks at most nodes' page; the program starts sooner without it.
+    from kvwatch.export.statuspage import apology, status_page
+
     try:
         return status_page(document(cycle))
     except Exception:  # noqa: BLE001 - a mistake in the page for people must not cost Prometheus its own

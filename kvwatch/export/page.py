@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import sys
 
 from kvwatch import __version__
 from kvwatch.blockmath.startup import CHECKS
@@ -272,7 +272,7 @@ def _add_self(page: Page, snapshot: NodeSnapshot, own: SelfState) -> None:
         "kvwatch_build_info",
         1,
         version=__version__,
-        python=platform.python_version(),
+        python=sys.version.partition(" ")[0],
         simulated=str(own.simulated).lower(),
     )
     for source in snapshot.sources:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvwatch.blockmath.device import Device
 from kvwatch.blockmath.errors import Refused, Unsupported
@@ -17,7 +17,6 @@ from kvwatch.blockmath.modelconfig import ModelConfig
 from kvwatch.blockmath.pool import Pool, plan_pool
 from kvwatch.blockmath.releases import Release
 from kvwatch.blockmath.startup import RankMemory, Verdict, judge, requested_bytes
-from kvwatch.blockmath.weights import Weights, weight_bytes
 from kvwatch.forecast.allowance import (
     CONTEXT_DOUBT,
     GRAPH_DOUBT_SHARE,
@@ -26,6 +25,9 @@ from kvwatch.forecast.allowance import (
     context_bytes,
 )
 from kvwatch.forecast.shape import shape_of
+
+if TYPE_CHECKING:
+    from kvwatch.blockmath.weights import Weights
 
 MODELLED_WEIGHTS_DOUBT: Final = 0.05
 """Share of the weights that a quantization scheme's layout may differ from the model of it."""
@@ -223,6 +225,9 @@ def _weights(scenario: Scenario) -> Weights | None:
     """None where their size is given, or must be taken from the checkpoint's files."""
     if scenario.weight_bytes is not None:
         return None
+    # Not before a model is sized up whose weights no card holds yet: it is half of the arithmetic.
+    from kvwatch.blockmath.weights import weight_bytes
+
     try:
         return weight_bytes(scenario.config, scenario.flags)
     except Unsupported:

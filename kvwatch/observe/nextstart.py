@@ -15,9 +15,7 @@ from kvwatch.observe.command_line import CommandLine, parse_command_line, server
 from kvwatch.observe.launch import ENVIRONMENT, visible_devices
 from kvwatch.observe.models import ModelSource, placed
 from kvwatch.observe.nextstart_command import StartCommand, sole_server
-from kvwatch.observe.nextstart_compose import compose_command
 from kvwatch.observe.nextstart_files import TrackedFiles, unchanged
-from kvwatch.observe.nextstart_kubernetes import manifest_command
 from kvwatch.observe.nextstart_systemd import SYSTEM_PATHS, Manager, command_of, unit_command
 from kvwatch.observe.nextstart_version import installed_version, names_its_environment
 from kvwatch.observe.procfs import PROC, process_root
@@ -158,6 +156,10 @@ class _Reader:
         return _Source("script", sole_server(texts[0], StartCommand(()), self.own.text))
 
     def _from_yaml(self, configured: LaunchFile, paths: Sequence[str], texts: Sequence[str]) -> _Source:
+        # Most nodes have neither.
+        from kvwatch.observe.nextstart_compose import compose_command
+        from kvwatch.observe.nextstart_kubernetes import manifest_command
+
         try:
             documents = [document for text in texts for document in load_documents(text)]
         except NotYaml as error:

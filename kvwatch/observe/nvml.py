@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import psutil
 import pynvml
 
 from kvwatch.observe.records import Failure, Gpu, GpuMemory, GpuProcess, NvmlRecord
@@ -340,6 +339,9 @@ def _ask_whole_memory(handle: Any, calls: _Calls) -> GpuMemory:
     except pynvml.NVMLError as error:
         if _reason(error) != "not_supported":
             raise
+    # Few nodes have such a GPU; the others start without it.
+    import psutil
+
     machine = psutil.virtual_memory()
     calls.say(
         "unified_memory", f"{calls.subject} has no memory of its own: MemTotal and MemAvailable stand for it"
