@@ -17,6 +17,8 @@ RESOLUTION = 30.0
 MAX_GAP = MIN_SPAN
 """After so many seconds without a sample, what was before says nothing of the present fall."""
 
+_CAPACITY = int(KEEP / RESOLUTION) + 1
+
 
 @dataclass(frozen=True, slots=True)
 class Trend:
@@ -35,46 +37,55 @@ class Series:
     """The last day of one quantity. A clock that jumps back, or nobody watching for long, starts it anew."""
 
     def __init__(self) -> None:
-        # Sixteen bytes a sample; a busy node has dozens of series with nearly three thousand each.
-        self._times = array("d")
-        self._values = array("d")
+        # Rings, sixteen bytes a sample, at their full size from the first: what a node needs it has at once.
+        self._times = array("d", bytes(8 * _CAPACITY))
+        self._values = array("d", bytes(8 * _CAPACITY))
+        self._begin = self._count = 0
         self._trend: Trend | None = None
         self._judged = True
 
     def add(self, time: float, value: float) -> None:
         """One sample; more than one per `RESOLUTION` seconds are not kept."""
-        if self._times and not 0 <= time - self._times[-1] <= MAX_GAP:
-            self._forget(len(self))
-        if self._times and time - self._times[-1] < RESOLUTION:
+        if self._count and not 0 <= time - self._times[self._newest] <= MAX_GAP:
+            self._count = 0
+        if self._count and time - self._times[self._newest] < RESOLUTION:
             return
-        self._times.append(time)
-        self._values.append(value)
+        while self._count and time - self._times[self._begin] > KEEP:
+            self._begin = (self._begin + 1) % _CAPACITY
+            self._count -= 1
+        self._count += 1
+        self._times[self._newest] = time
+        self._values[self._newest] = value
         self._judged = False
-        self._forget(next(index for index, then in enumerate(self._times) if time - then <= KEEP))
-
-    def _forget(self, count: int) -> None:
-        """Let go of so many samples, the oldest."""
-        del self._times[:count]
-        del self._values[:count]
 
     def __len__(self) -> int:
-        return len(self._times)
+        return self._count
+
+    @property
+    def _newest(self) -> int:
+        return (self._begin + self._count - 1) % _CAPACITY
 
     @property
     def last(self) -> float:
         """The newest value; there must be one."""
-        return self._values[-1]
+        return self._values[self._newest]
+
+    def _in_order(self, ring: array[float]) -> array[float]:
+        """The samples in a ring, oldest first."""
+        end = self._begin + self._count
+        return ring[self._begin : end] + ring[: max(0, end - _CAPACITY)]
 
     def lows(self, points: int) -> tuple[tuple[float, float], ...]:
         """Times and values, oldest first: the lowest sample of each of at most so many spans, two or more.
 
         The newest sample is always among them; there must be one.
         """
+        times, values = self._in_order(self._times), self._in_order(self._values)
         newest = len(self) - 1
         size = max(1, math.ceil(newest / (points - 1)))
         spans = (range(start, min(start + size, newest)) for start in range(0, newest, size))
-        chosen = (min(span, key=self._values.__getitem__) for span in spans)
-        return tuple((self._times[index], self._values[index]) for index in (*chosen, newest))
+        chosen = (min(span, key=values.__getitem__) for span in spans)
+        return tuple((times[index], values[index]) for index in (*chosen, newest))
 
     def trend(self) -> Trend | None:
         """The steady fall that the series is in; None where there is none.
@@ -86,15 +97,19 @@ class Series:
         return self._trend
 
     def _judge(self) -> Trend | None:
-        if len(self) < MIN_SAMPLES or self._times[-1] - self._times[0] < MIN_SPAN:
+        if self._count < MIN_SAMPLES:
+            return None
+        now = self._times[self._newest]
+        if now - self._times[self._begin] < MIN_SPAN:
             return None
         # Brings numpy, which a command that looks once would wait for in vain.
         from kvwatch.forecast.slope import steady_fall
 
-        fall = steady_fall(self._times, self._values, MIN_SAMPLES, MIN_SPAN)
+        times, values = self._in_order(self._times), self._in_order(self._values)
+        fall = steady_fall(times, values, MIN_SAMPLES, MIN_SPAN)
         if fall is None:
             return None
         remaining = max(0.0, fall.level / -fall.slope)
         if remaining > (HORIZON if fall.span >= KEEP - MAX_GAP else fall.span):
             return None
-        return Trend(fall.slope, self._times[-1] + remaining)
+        return Trend(fall.slope, now + remaining)
