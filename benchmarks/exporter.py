@@ -477,8 +477,8 @@ A good client scrapes all the while, over a new connection each time.
 ### Cycles
 
 8 GPUs, 64 processes on them, 8 vLLM servers with pages of real size (`python -m benchmarks.endurance`).
-Memory is that of the whole daemon. Until a day has passed it grows by that day's series of each server and
-card, of which trends are made.
+Memory is that of the whole daemon. The series of a day, of which trends are made, have their full size from the
+first cycle; numpy, which judges them, is loaded after half an hour (120 cycles).
 
 | | |
 |---|---|

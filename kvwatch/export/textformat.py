@@ -57,7 +57,7 @@ def number(value: float) -> str:
     return _great_number(value)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _great_number(value: float) -> str:
     """Most of a page's numbers are bytes, and most of those stay as they are from look to look."""
     if math.isnan(value):
