@@ -80,13 +80,32 @@ class Lane:
 
 
 class _Call(Generic[T]):
-    """One call; the thread that makes it sets `begun`, then `seconds` and `outcome`, then `done`."""
+    """One call; the thread that makes it sets `begun`, then `seconds` and `outcome`, then it is done."""
+
+    __slots__ = ("_under_way", "begun", "outcome", "seconds")
 
     def __init__(self) -> None:
         self.begun: float | None = None
         self.seconds: float | None = None
         self.outcome: T | Failure | None = None
-        self.done = threading.Event()
+        # Held until the call is done: a bare lock costs a third of an event, two dozen times a cycle.
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+
+    @property
+    def done(self) -> bool:
+        return not self._under_way.locked()
+
+    def end(self) -> None:
+        """Say that it is done."""
+        self._under_way.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is done within so many seconds."""
+        done = self._under_way.acquire(timeout=seconds)
+        if done:
+            self._under_way.release()
+        return done
 
 
 class Guarded(Generic[T]):
@@ -104,7 +123,7 @@ class Guarded(Generic[T]):
 
     def start(self, function: Callable[[], T]) -> None:
         """Begin a call, unless the last one is still under way."""
-        if self._call is not None and not self._call.done.is_set():
+        if self._call is not None and not self._call.done:
             self._stuck = True
             return
         self._stuck = False
@@ -117,7 +136,7 @@ class Guarded(Generic[T]):
             except Exception as error:  # noqa: BLE001 - whatever a source meets, the others must go on
                 call.outcome = Failure(self._source, "error", f"{type(error).__name__}: {error}")
             call.seconds = time.monotonic() - call.begun
-            call.done.set()
+            call.end()
 
         self._lane.submit(run)
 
@@ -142,7 +161,7 @@ class Guarded(Generic[T]):
         return call.outcome
 
     def _answered(self, call: _Call[T], timeout: float) -> bool:
-        while not call.done.wait(min(self._lane.patience, max(0.0, _left(call, timeout)))):
+        while not call.wait(min(self._lane.patience, max(0.0, _left(call, timeout)))):
             self._lane.relieve()
             if _left(call, timeout) <= 0:
                 return False
@@ -151,7 +170,7 @@ class Guarded(Generic[T]):
     @property
     def seconds(self) -> float | None:
         """How long the last finished call took, None while one is under way."""
-        return self._call.seconds if self._call and self._call.done.is_set() else None
+        return self._call.seconds if self._call and self._call.done else None
 
 
 def _left(call: _Call[T], timeout: float) -> float:
