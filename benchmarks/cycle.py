@@ -16,6 +16,7 @@ is missed, which is meant for a node whose processes have run for a while.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -238,6 +239,7 @@ def report(name: str, costs: list[float]) -> float:
 
 def main() -> int:
     """Measure and print."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     if "KVWATCH_FAKENVML" not in os.environ:
         folder = tempfile.mkdtemp(prefix="kvwatch-bench-")
         scenario = Path(folder) / "node.scenario"

@@ -16,6 +16,7 @@ from kvwatch.cli.common import add_config_argument, read_config
 from kvwatch.config import Config
 from kvwatch.doctor import Check, Seen, State, examine, exit_code
 from kvwatch.export.listeners import Listener
+from kvwatch.export.textfile import check_replaceable
 from kvwatch.export.webconfig import load_web_config
 from kvwatch.observe.cycle import Observation, Observer
 from kvwatch.observe.host import Access, read_access, read_host
@@ -173,10 +174,13 @@ def _textfile(path: Path | None) -> Sequence[Check]:
         return ()
     costs = f"{path}; the page over HTTP is not touched by it"
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        found = f"{path.parent} is not there or not writable"
         grant = f"sudo install -d -o {read_host().user} {path.parent}"
-    elif path.exists() and not path.is_file():
-        found, grant = f"{path} is not a file", "name a file that kvwatch may replace, such as kvwatch.prom"
-    else:
-        return (Check("textfile", State.OK, f"{path.parent} can be written to"),)
-    return (Check("textfile", State.MISSING, found, costs, grant),)
+        return (
+            Check("textfile", State.MISSING, f"{path.parent} is not there or not writable", costs, grant),
+        )
+    try:
+        check_replaceable(path)
+    except OSError as error:
+        grant = "name a file that kvwatch may replace, such as kvwatch.prom"
+        return (Check("textfile", State.MISSING, f"{path}: {error.strerror}", costs, grant),)
+    return (Check("textfile", State.OK, f"{path.parent} can be written to"),)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import CLOCK_BOOTTIME, clock_gettime
+from typing import Generic, TypeVar
 
 from kvwatch.export.connections import Connection, Connections
 from kvwatch.export.http1 import BadRequest, Request, RequestReader, Response
@@ -27,6 +28,8 @@ from kvwatch.export.listeners import Listener
 from kvwatch.export.negotiation import accepts_gzip, wants_openmetrics
 from kvwatch.export.webconfig import WebConfig, WebSettings
 from kvwatch.logs import log_crash
+
+T = TypeVar("T")
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -89,46 +92,50 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
+class _Once(Generic[T]):
+    """What is made when the first client asks for it; where that fails, the next one tries again."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: T | None = None
+        self._one_at_a_time = threading.Lock()
+
+    def __call__(self) -> T:
+        with self._one_at_a_time:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+
 class _Resource:
-    """A body in its two encodings, compressed when the first client asks for that."""
+    """A body in its two encodings."""
 
     def __init__(self, body: bytes, content_type: str, headers: Mapping[str, str] | None = None) -> None:
         self.body = body
-        self._compressed: bytes | None = None
-        self._one_at_a_time = threading.Lock()
+        self._compressed = _Once(lambda: gzip.compress(body, _GZIP_LEVEL, mtime=0))
         self._content_type = content_type
         self._headers = {"Vary": "Accept, Accept-Encoding", **(headers or {})}
 
     def response(self, request: Request) -> Response:
         if accepts_gzip(request.headers.get("accept-encoding", "")):
             headers = {**self._headers, "Content-Encoding": "gzip"}
-            return Response(HTTPStatus.OK, self._gzipped(), self._content_type, headers)
+            return Response(HTTPStatus.OK, self._compressed(), self._content_type, headers)
         return Response(HTTPStatus.OK, self.body, self._content_type, self._headers)
-
-    def _gzipped(self) -> bytes:
-        with self._one_at_a_time:
-            if self._compressed is None:
-                self._compressed = gzip.compress(self.body, _GZIP_LEVEL, mtime=0)
-            return self._compressed
 
 
 class _LateResource:
     """A resource that is made when the first client asks for it."""
 
     def __init__(self, make: Callable[[], _Resource]) -> None:
-        self._make = make
-        self._made: _Resource | None = None
-        self._one_at_a_time = threading.Lock()
+        self._resource = _Once(make)
 
     def response(self, request: Request) -> Response:
-        with self._one_at_a_time:
-            if self._made is None:
-                try:
-                    self._made = self._make()
-                except Exception:  # noqa: BLE001 - a page for people that cannot be made costs itself only
-                    log_crash("page_failed", path=request.path)
-                    return Response.message(HTTPStatus.INTERNAL_SERVER_ERROR)
-        return self._made.response(request)
+        try:
+            resource = self._resource()
+        except Exception:  # noqa: BLE001 - a page for people that cannot be made costs itself only
+            log_crash("page_failed", path=request.path)
+            return Response.message(HTTPStatus.INTERNAL_SERVER_ERROR)
+        return resource.response(request)
 
 
 class _Published:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def check_replaceable(path: Path) -> None:
-    """Let nobody replace a device, a pipe or a socket by a file: root could, even /dev/null.
+    """Let nobody replace a device, a pipe, a socket or a folder by a file: root could, even /dev/null.
 
     Raises:
         OSError: there is one of that name.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
+    if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file, so it is not replaced", str(path))
 
 

@@ -124,6 +124,14 @@ def test_as_a_plain_user(open_folder: Path) -> None:
     assert "secret" not in json.dumps(checks)
 
 
+def test_a_folder_in_the_place_of_the_textfile(node: dict[str, str], tmp_path: Path) -> None:
+    configure(tmp_path, "discovery: false\nweb: {listen_address: '127.0.0.1:0'}\n")
+    code, checks = doctor(node, tmp_path, "--textfile", tmp_path)
+    assert code == 1
+    assert checks["textfile"]["state"] == "missing"
+    assert "not a regular file" in checks["textfile"]["found"]
+
+
 def test_a_broken_configuration_is_fatal(node: dict[str, str], tmp_path: Path) -> None:
     configure(tmp_path, "poll:\n  intervall: 1s\n")
     code, checks = doctor(node, tmp_path)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
 def test_a_writer_that_is_killed_leaves_a_whole_file_and_one_scrap_at_most(tmp_path: Path) -> None:
     path = tmp_path / "kvwatch.prom"
     program = f"""
+from collections.abc import Callable
 from pathlib import Path
 from kvwatch.export.textfile import write_textfile
 while True:
@@ -72,10 +74,12 @@ def test_what_others_put_in_its_way_is_not_written_to(tmp_path: Path) -> None:
     assert path.read_bytes() == b"new\n"
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
-    pipe = tmp_path / "kvwatch.prom"
-    os.mkfifo(pipe)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "kvwatch.prom"
+    make(path)
+    before = path.lstat().st_mode
     with pytest.raises(OSError, match="not a regular file, so it is not replaced"):
-        write_textfile(pipe, b"new\n")
-    assert list(tmp_path.iterdir()) == [pipe]
-    assert pipe.is_fifo()
+        write_textfile(path, b"new\n")
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.lstat().st_mode == before
