@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks.cycle import SERVERS, cpu_ms, large_node
 from kvwatch.config import Config
+from kvwatch.daemon import load_late_modules
 from kvwatch.export.content import render
 from kvwatch.export.server import ExporterServer
 from kvwatch.monitor import Monitor
@@ -98,6 +99,7 @@ class Cycles:
 
 def measure() -> Cycles:
     """All figures."""
+    load_late_modules()
     config = Config()
     server = ExporterServer(("127.0.0.1:0",))
     remembered = Remembered(Observer(LocalSources(config.poll), config))

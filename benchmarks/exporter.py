@@ -478,7 +478,7 @@ A good client scrapes all the while, over a new connection each time.
 
 8 GPUs, 64 processes on them, 8 vLLM servers with pages of real size (`python -m benchmarks.endurance`).
 Memory is that of the whole daemon. The series of a day, of which trends are made, have their full size from the
-first cycle; numpy, which judges them, is loaded after half an hour (120 cycles).
+first cycle.
 
 | | |
 |---|---|
@@ -488,8 +488,8 @@ first cycle; numpy, which judges them, is loaded after half an hour (120 cycles)
 ### Start
 
 Imports in new processes that find compiled modules. `kvwatch --version` and `--help` need `kvwatch.cli.main`,
-`kvwatch run` and `kvwatch status` all of `kvwatch.cli.run`. What a node may never need (numpy, the status page, the
-catalogue of weights …) is loaded when it is needed first.
+a command that looks at the node once all of `kvwatch.cli.run`. What only a daemon needs (numpy, the status page, the
+catalogue of weights …) is loaded by `kvwatch run` once it listens.
 
 | | median | least |
 |---|---|---|
@@ -524,8 +524,9 @@ def missed(
         yield f"memory grew by {last - full:.1f} MiB once the trends' memory was full"
     if cycles.cpu_ms > CPU_TARGET_MS:
         yield f"a cycle takes {cycles.cpu_ms:.0f} ms of CPU"
-    if begun["kvwatch"].median_ms > IMPORT_TARGET_MS:
-        yield f"import kvwatch takes {begun['kvwatch'].median_ms:.0f} ms"
+    for module in ("kvwatch", "kvwatch.cli.main"):
+        if begun[module].median_ms > IMPORT_TARGET_MS:
+            yield f"import {module} takes {begun[module].median_ms:.0f} ms"
 
 
 def endurance() -> Cycles:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
@@ -34,6 +35,29 @@ STOP_SECONDS = 0.5
 """How long the end waits for a cycle under way."""
 CLOCK_JUMP_SECONDS = 1.0
 """Between two cycles the wall clock may differ from the steady clock by so much."""
+
+
+LATE_MODULES = (
+    "kvwatch.blockmath.weights",
+    "kvwatch.export.statuspage",
+    "kvwatch.forecast.slope",
+    "kvwatch.observe.nextstart_compose",
+    "kvwatch.observe.nextstart_kubernetes",
+    "psutil",
+)
+"""What a command that looks once does without, and does not wait for."""
+
+
+def load_late_modules() -> None:
+    """Have them all. One that cannot be had must show at the start of a daemon, not after half an hour.
+
+    Nor may it come from another release that was installed meanwhile.
+
+    Raises:
+        ImportError: one cannot be loaded.
+    """
+    for module in LATE_MODULES:
+        import_module(module)
 
 
 class _Order(Enum):
@@ -112,7 +136,11 @@ class Daemon:
 
         Cycles start one interval apart; a late one does not shift the rest. A cycle that still waits for a
         source at the end is left behind with its thread.
+
+        Raises:
+            ImportError: see `load_late_modules`.
         """
+        load_late_modules()
         worker = threading.Thread(target=self._work, args=(publish,), name="kvwatch-cycles", daemon=True)
         worker.start()
         while self._next_order() is not _Order.STOP:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvwatch.daemon import LATE_MODULES
+
 PACKAGE = Path(__file__).resolve().parents[1] / "kvwatch"
 
 LAYERS = (
@@ -95,6 +97,32 @@ SELDOM_NEEDED = (
     "kvwatch.observe.nextstart_kubernetes",
 )
 """What `kvwatch run` and `kvwatch status` start without: much of their start would be spent on it."""
+
+
+def imported_late(path: Path) -> set[str]:
+    """What functions import."""
+    functions = [
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    return {
+        name
+        for function in functions
+        for node in ast.walk(function)
+        for name in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+    }
+
+
+def test_a_daemon_loads_at_its_start_what_functions_import() -> None:
+    late = {name for path in MODULES if "cli" not in path.parts for name in imported_late(path)}
+    assert late - {"bcrypt"} == set(LATE_MODULES)
 
 
 @pytest.mark.parametrize("command", ["run", "status", "holders"])

@@ -17,6 +17,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import CLOCK_BOOTTIME, clock_gettime
@@ -165,7 +166,7 @@ class ExporterServer:
 
     Raises:
         ValueError: an address is not one.
-        OSError: an address cannot be bound.
+        OSError: an address cannot be bound, or there are no descriptors left; nothing stays open.
     """
 
     def __init__(
@@ -183,12 +184,14 @@ class ExporterServer:
         self._connections = Connections(limits.connections)
         self._scrapes = threading.BoundedSemaphore(limits.scrapes)
         self._routes = self._build_routes()
-        self._listeners = _listen(listen)
-        self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
-        for listener in self._listeners:
-            self._selector.register(listener.socket, selectors.EVENT_READ, listener.socket)
+        with ExitStack() as opened:
+            self._listeners = [opened.enter_context(closing(Listener(address))) for address in listen]
+            self._wake_receiver, self._wake_sender = map(opened.enter_context, socket.socketpair())
+            self._selector = opened.enter_context(selectors.DefaultSelector())
+            self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+            for listener in self._listeners:
+                self._selector.register(listener.socket, selectors.EVENT_READ, listener.socket)
+            self._opened = opened.pop_all()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept_loop, name="kvwatch-http", daemon=True)
 
@@ -216,12 +219,8 @@ class ExporterServer:
         if self._thread.ident is not None:
             self._wake_sender.send(b"\0")
             self._thread.join()
-        self._selector.close()
-        for listener in self._listeners:
-            listener.close()
+        self._opened.close()
         self._connections.cut_all(timeout)
-        self._wake_sender.close()
-        self._wake_receiver.close()
 
     # --- accepting
 
@@ -402,19 +401,6 @@ def _seconds_since_boot() -> float:
 def _reloaded(reload: Callable[[], None]) -> Response:
     reload()
     return Response.message(HTTPStatus.ACCEPTED, "reloading")
-
-
-def _listen(addresses: Sequence[str]) -> list[Listener]:
-    """All listeners, or none when one cannot be bound."""
-    listeners: list[Listener] = []
-    try:
-        for address in addresses:
-            listeners.append(Listener(address))  # noqa: PERF401 - those before a failure must be closed
-    except (OSError, ValueError):
-        for listener in listeners:
-            listener.close()
-        raise
-    return listeners
 
 
 def _status_resource(page: bytes) -> _Resource:

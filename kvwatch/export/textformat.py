@@ -14,7 +14,7 @@ from kvwatch.export.catalogue import Family
 
 _LEAST_WITH_EXPONENT = 1_000_000.0
 """From here on the Go and Python clients write a number with an exponent."""
-_USUAL_SERIES = 1024
+_MAX_CACHED_SERIES = 1024
 """So many series of a family are remembered as text."""
 
 
@@ -26,7 +26,7 @@ class FamilyWriter:
         pairs = ",".join(f'{label}="%s"' for label in self._labels)
         self._series = f"{family.name}{{{pairs}}} " if pairs else f"{family.name} "
         # From look to look labels stay as they are, and only the values change.
-        self._before_value = lru_cache(maxsize=_USUAL_SERIES)(self._escaped_series)
+        self._series_text = lru_cache(maxsize=_MAX_CACHED_SERIES)(self._escaped_series)
         self.text_head = _head(family.name, family.kind, _escaped_help(family.help))
         openmetrics_name = family.name.removesuffix("_total") if family.kind == "counter" else family.name
         self.openmetrics_head = _head(openmetrics_name, family.kind, _escaped(family.help))
@@ -43,7 +43,7 @@ class FamilyWriter:
             texts = ()
         if not len(texts) == len(labels) == len(self._labels):
             raise KeyError(f"labels {sorted(labels)} instead of {list(self._labels)}")
-        return f"{self._before_value(texts)}{number(value)}\n"
+        return f"{self._series_text(texts)}{number(value)}\n"
 
     def _escaped_series(self, texts: tuple[str, ...]) -> str:
         return self._series % tuple(map(_escaped, texts))
@@ -54,11 +54,11 @@ def number(value: float) -> str:
     value = float(value)
     if -math.inf < value < _LEAST_WITH_EXPONENT:
         return repr(value)
-    return _great_number(value)
+    return _large_number(value)
 
 
 @lru_cache(maxsize=1024)
-def _great_number(value: float) -> str:
+def _large_number(value: float) -> str:
     """Most of a page's numbers are bytes, and most of those stay as they are from look to look."""
     if math.isnan(value):
         return "NaN"

@@ -70,9 +70,10 @@ def merged(histograms: Sequence[Histogram]) -> Histogram | None:
         sum(column)
         for column in zip(*([count for _, count in one.buckets] for one in histograms), strict=True)
     ]
+    known = [one.sum for one in histograms if one.sum is not None]
     return Histogram(
         buckets=tuple(zip(bounds, counts, strict=True)),
-        sum=None,
+        sum=sum(known) if len(known) == len(histograms) else None,
         count=sum(one.count for one in histograms),
     )
 

@@ -11,6 +11,7 @@ from kvwatch.forecast.restart import RestartForecast
 from kvwatch.forecast.trend import Series, Trend
 from kvwatch.node import NodeSnapshot, ServerState
 from kvwatch.observe.records import VllmRecord
+from kvwatch.observe.vllm_page import MAX_ENGINES
 
 RECENT_CYCLES = 8
 UNSTABLE_BYTES = 64 * 2**20
@@ -58,11 +59,19 @@ class _Shelf(Generic[T]):
 
     def series(self, server: ServerState, part: str) -> T:
         """The series to add to."""
-        key = (*_identity(server), part)
+        identity = _identity(server)
+        key = (*identity, part)
         if key not in self._series:
+            self._make_room(identity)
             self._series[key] = self._new()
         self._fresh.add(key)
         return self._series[key]
+
+    def _make_room(self, identity: _Identity) -> None:
+        """A page may name other engines each time; no more are remembered than one page may name."""
+        parts = [key for key in self._series if key[:2] == identity]
+        if len(parts) >= MAX_ENGINES:
+            del self._series[next(key for key in parts if key not in self._fresh)]
 
     def of(self, server: ServerState) -> dict[str, T]:
         """The series of one server that this cycle added to, by part."""

@@ -225,7 +225,7 @@ def _weights(scenario: Scenario) -> Weights | None:
     """None where their size is given, or must be taken from the checkpoint's files."""
     if scenario.weight_bytes is not None:
         return None
-    # Not before a model is sized up whose weights no card holds yet: it is half of the arithmetic.
+    # A look at running servers, whose weights are measured, need not wait for the catalogue of architectures.
     from kvwatch.blockmath.weights import weight_bytes
 
     try:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvwatch.forecast.trend import MIN_SAMPLES, MIN_SPAN
+
 _MAX_POINTS = 120
 _THIRD_SHARE = 0.25
 """Each third of the window must fall at least at this share of the whole's slope: a step does not."""
@@ -38,19 +40,22 @@ class Fall:
     level: float
 
 
-def steady_fall(
-    sample_times: array[float], sample_values: array[float], min_samples: int, min_span: float
-) -> Fall | None:
-    """The fall since the last recovery; None where it is not steady, or not watched for so long and so often.
+def steady_fall(sample_times: array[float], sample_values: array[float]) -> Fall | None:
+    """The fall since the last recovery.
 
-    The slope is Theil and Sen's median over pairs. None as well where earlier falls of the same size
-    recovered by themselves: a sawtooth.
+    None where it is not steady, has fewer than `MIN_SAMPLES` samples or spans less than `MIN_SPAN`, and where
+    earlier falls of the same size recovered by themselves: a sawtooth. The slope is Theil and Sen's median
+    over pairs.
+
+    Args:
+        sample_times: Unix seconds, rising; at least two.
+        sample_values: as many, in the series' unit.
     """
     times, values = np.array(sample_times), np.array(sample_values)
     start, deepest_before = _last_tooth(values)
     times, values = _thinned(times[start:], values[start:])
-    span = float(times[-1] - times[0]) if len(times) else 0.0
-    if len(times) < min_samples or span < min_span:
+    span = float(times[-1] - times[0])
+    if len(times) < MIN_SAMPLES or span < MIN_SPAN:
         return None
     slope = _steady_slope(times, values)
     if slope is None:
@@ -85,7 +90,7 @@ def _last_tooth(values: Array) -> tuple[int, float | None]:
 
 def _real_fall(values: Array) -> float:
     """How much a fall must exceed to be more than the jitter between neighbouring samples."""
-    return 10 * float(np.median(np.abs(np.diff(values)))) if len(values) > 1 else 0.0
+    return 10 * float(np.median(np.abs(np.diff(values))))
 
 
 def _thinned(times: Array, values: Array) -> tuple[Array, Array]:

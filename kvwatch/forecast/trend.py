@@ -37,7 +37,7 @@ class Series:
     """The last day of one quantity. A clock that jumps back, or nobody watching for long, starts it anew."""
 
     def __init__(self) -> None:
-        # Rings, sixteen bytes a sample, at their full size from the first: what a node needs it has at once.
+        # Rings, sixteen bytes a sample, of full size from the first: memory must not grow with the day.
         self._times = array("d", bytes(8 * _CAPACITY))
         self._values = array("d", bytes(8 * _CAPACITY))
         self._begin = self._count = 0
@@ -102,11 +102,11 @@ class Series:
         now = self._times[self._newest]
         if now - self._times[self._begin] < MIN_SPAN:
             return None
-        # Brings numpy, which a command that looks once would wait for in vain.
+        # Brings numpy, which a command that looks once would wait for in vain: see daemon.LATE_MODULES.
         from kvwatch.forecast.slope import steady_fall
 
         times, values = self._in_order(self._times), self._in_order(self._values)
-        fall = steady_fall(times, values, MIN_SAMPLES, MIN_SPAN)
+        fall = steady_fall(times, values)
         if fall is None:
             return None
         remaining = max(0.0, fall.level / -fall.slope)

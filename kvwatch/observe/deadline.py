@@ -82,29 +82,29 @@ class Lane:
 class _Call(Generic[T]):
     """One call; the thread that makes it sets `begun`, then `seconds` and `outcome`, then it is done."""
 
-    __slots__ = ("_under_way", "begun", "outcome", "seconds")
+    __slots__ = ("_lock", "begun", "outcome", "seconds")
 
     def __init__(self) -> None:
         self.begun: float | None = None
         self.seconds: float | None = None
         self.outcome: T | Failure | None = None
-        # Held until the call is done: a bare lock costs a third of an event, two dozen times a cycle.
-        self._under_way = threading.Lock()
-        self._under_way.acquire()
+        # Held until the call is done. It costs a third of an event, two dozen times a cycle.
+        self._lock = threading.Lock()
+        self._lock.acquire()
 
     @property
     def done(self) -> bool:
-        return not self._under_way.locked()
+        return not self._lock.locked()
 
     def end(self) -> None:
         """Say that it is done."""
-        self._under_way.release()
+        self._lock.release()
 
     def wait(self, seconds: float) -> bool:
         """Whether it is done within so many seconds."""
-        done = self._under_way.acquire(timeout=seconds)
+        done = self._lock.acquire(timeout=seconds)
         if done:
-            self._under_way.release()
+            self._lock.release()
         return done
 
 
@@ -113,6 +113,7 @@ class Guarded(Generic[T]):
 
     A call that does not return keeps its thread, is reported as ``stuck`` from then on, and no second one
     is made beside it. Once it does return its answer is thrown away: it describes a moment long gone.
+    For use by one thread.
     """
 
     def __init__(self, source: str, lane: Lane) -> None:
@@ -127,7 +128,8 @@ class Guarded(Generic[T]):
             self._stuck = True
             return
         self._stuck = False
-        call = self._call = _Call[T]()
+        call: _Call[T] = _Call()
+        self._call = call
 
         def run() -> None:
             call.begun = time.monotonic()

@@ -26,8 +26,9 @@ _NUMBER = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?i:i
 _BRACES = re.compile(rf"[ \t]*+\{{({_PAIRS})\}}")
 _VALUE = re.compile(rf"[ \t]*+({_NUMBER})(?:[ \t]+[+-]?[0-9]+)?[ \t]*\r?".encode())
 _ESCAPE = re.compile(r'\\([\\"n])')
-_USUAL_BYTES = 2048
-"""Labels of so many bytes are remembered; longer ones are read anew each time."""
+_MAX_CACHED_BYTES = 2048
+_MAX_CACHED_LABELS = 64
+"""Larger sets of labels are read anew each time, so that no page fills the memory."""
 _UNESCAPED = {"\\": "\\", '"': '"', "n": "\n"}
 
 Pairs = frozenset[tuple[str, str]]
@@ -117,23 +118,25 @@ def _parse(name: str, rest: bytes) -> Sample:
     # No value has a brace, so the last one of a line ends its labels.
     inside, brace, number = rest.rpartition(b"}")
     value = _VALUE.fullmatch(number)
+    small = len(inside) <= _MAX_CACHED_BYTES and inside.count(b"=") <= _MAX_CACHED_LABELS
     try:
-        labels, pairs = (_usual_labels if len(inside) <= _USUAL_BYTES else _labels)(inside + brace)
-    except UnicodeDecodeError as error:
-        raise MalformedPage("not_utf8", f"a line of {name} is not UTF-8") from error
-    except _BadLabels as error:
-        raise _bad_sample(name, rest, str(error)) from None
-    if value is None:
-        raise _bad_sample(name, rest, "not a sample")
+        labels, pairs = (_cached_labels if small else _labels)(inside + brace)
+        if value is None:
+            raise _BadLine("not a sample")
+    except (UnicodeDecodeError, _BadLine) as error:
+        raise _malformed(name, rest, str(error)) from None
     return Sample(name, labels, float(value[1]), pairs)
 
 
-def _bad_sample(name: str, rest: bytes, what: str) -> MalformedPage:
-    return MalformedPage("bad_sample", f"{name}: {what}: {rest.decode(errors='replace')[:80]!r}")
+def _malformed(name: str, rest: bytes, what: str) -> MalformedPage:
+    try:
+        return MalformedPage("bad_sample", f"{name}: {what}: {rest.decode()[:80]!r}")
+    except UnicodeDecodeError:
+        return MalformedPage("not_utf8", f"a line of {name} is not UTF-8")
 
 
-class _BadLabels(Exception):
-    """The message says what is wrong with them."""
+class _BadLine(Exception):
+    """The message says what is wrong with it."""
 
 
 def _labels(braces: bytes) -> tuple[Mapping[str, str], Pairs]:
@@ -141,24 +144,24 @@ def _labels(braces: bytes) -> tuple[Mapping[str, str], Pairs]:
 
     Raises:
         UnicodeDecodeError: as it says.
-        _BadLabels: they are not well formed, or one is given twice.
+        _BadLine: they are not well formed, or one is given twice.
     """
     if not braces:
         return _NO_LABELS
     well_formed = _BRACES.fullmatch(braces.decode())
     if well_formed is None:
-        raise _BadLabels("not a sample")
+        raise _BadLine("not a sample")
     pairs = _PAIR.findall(well_formed[1])
     if b"\\" in braces:
         pairs = [(label, _ESCAPE.sub(_unescape, value)) for label, value in pairs]
     labels = dict(pairs)
     if len(labels) < len(pairs):
-        raise _BadLabels("a label is given twice")
+        raise _BadLine("a label is given twice")
     return MappingProxyType(labels), frozenset(pairs)
 
 
 @lru_cache(maxsize=1024)
-def _usual_labels(braces: bytes) -> tuple[Mapping[str, str], Pairs]:
+def _cached_labels(braces: bytes) -> tuple[Mapping[str, str], Pairs]:
     """The same; from look to look a server's labels stay as they are, and only the values change."""
     return _labels(braces)
 

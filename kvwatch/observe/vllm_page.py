@@ -45,9 +45,12 @@ _HISTOGRAMS = tuple(name + part for name in (PROMPT_TOKENS, GENERATION_TOKENS) f
 _FILTER = FamilyFilter((*_SCALARS, *_HISTOGRAMS, START_TIME))
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-_MAX_ENGINES = 256
+MAX_ENGINES = 256
+"""So many engines a page may name."""
 _MAX_LABEL = 64
 _GIB = 1 << 30
+_MAX_COUNT = 2.0**53
+"""What a float counts up to. Sums of counts are then far from infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ def read_page(page: bytes) -> VllmPage:
 
 
 def _count(value: float) -> float | None:
-    return value if math.isfinite(value) and value >= 0 and value.is_integer() else None
+    return value if 0 <= value <= _MAX_COUNT and value.is_integer() else None
 
 
 def _ratio(value: float) -> float | None:
@@ -311,10 +314,11 @@ class _Reader:
         for row in self._of(name + "_bucket", engine):
             text = row.labels.get("le", "")
             others = row.pairs - {("le", text)}
-            columns.setdefault(others, []).append((_bound(text[:_MAX_LABEL]), row.value))
+            bound = _bound(text) if len(text) <= _MAX_LABEL else math.nan
+            columns.setdefault(others, []).append((bound, row.value))
         if not columns:
             return None
-        totals = _added(columns.values())
+        totals = _summed(columns.values())
         if totals is None or self._total(name + "_count", engine) not in (None, totals[-1][1]):
             self._note("bad_histogram", f"{name} has bounds or counts that cannot be")
             return None
@@ -328,7 +332,7 @@ def _engine_names(samples: Mapping[str, list[Sample]]) -> tuple[str, ...]:
     names = {row.labels["engine"] for rows in samples.values() for row in rows if "engine" in row.labels}
     if not all(_ENGINE.fullmatch(name) for name in names):
         raise MalformedPage("bad_label", "an engine label is not a short number")
-    if len(names) > _MAX_ENGINES:
+    if len(names) > MAX_ENGINES:
         raise MalformedPage("too_many_series", f"the page names {len(names)} engines")
     return tuple(sorted(names, key=int)) or ("0",)
 
@@ -344,19 +348,20 @@ def _bound(text: str) -> float:
         return math.nan
 
 
-def _added(columns: Iterable[list[tuple[float, float]]]) -> tuple[tuple[float, float], ...] | None:
+def _summed(columns: Iterable[list[tuple[float, float]]]) -> tuple[tuple[float, float], ...] | None:
     """Cumulative buckets added bound by bound; None unless all have the same bounds and rise to infinity."""
-    totals: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    shared: tuple[float, ...] = ()
+    totals: tuple[float, ...] = ()
     for column in columns:
         bounds, counts = zip(*sorted(column), strict=True)
         if bounds[-1] != math.inf or not all(map(lt, bounds, bounds[1:])):
             return None
-        if counts[0] < 0 or not all(map(float.is_integer, counts)) or not all(map(le, counts, counts[1:])):
+        if _count(counts[0]) is None or _count(counts[-1]) is None:
             return None
-        if totals is None:
-            totals = bounds, counts
-        elif totals[0] == bounds:
-            totals = bounds, tuple(map(add, totals[1], counts))
-        else:
+        if not all(map(float.is_integer, counts)) or not all(map(le, counts, counts[1:])):
             return None
-    return None if totals is None else tuple(zip(*totals, strict=True))
+        if shared not in ((), bounds):
+            return None
+        totals = tuple(map(add, totals or (0.0,) * len(bounds), counts))
+        shared = bounds
+    return tuple(zip(shared, totals, strict=True)) or None

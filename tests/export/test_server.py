@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import socket
 import subprocess
@@ -420,6 +421,20 @@ def test_a_port_in_use_is_named_and_the_others_are_given_back(server: ExporterSe
     with pytest.raises(OSError, match=f"cannot listen on {server.addresses[0]}"):
         ExporterServer(["127.0.0.1:0", server.addresses[0]])
     assert eventually(lambda: descriptors() <= before)
+
+
+def test_a_start_without_descriptors_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("selectors.DefaultSelector", refuse)
+    before = descriptors()
+    with pytest.raises(OSError, match="Too many open files"):
+        ExporterServer(["127.0.0.1:0", f"unix:{tmp_path / 'kvwatch.sock'}"])
+    assert descriptors() <= before
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("address", ["", "9744", "localhost", "::1:9744", "host:99999", "host:port", "[::1]"])

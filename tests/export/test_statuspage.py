@@ -179,7 +179,7 @@ def test_names_cannot_break_out() -> None:
 def test_a_mistake_in_the_page_costs_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvwatch.export.content.status_page", {}.__getitem__)
+    monkeypatch.setattr("kvwatch.export.statuspage.status_page", {}.__getitem__)
     content = render(cycle(FAILING), Config())
     assert b"kvwatch_restart_feasible" in content.metrics
     assert "The status page could not be made" in Outline(content.status()).text

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,10 @@ import pytest
 from kvwatch.config import GIB, Config
 from kvwatch.forecast.history import MAX_POINTS, History, Outlook
 from kvwatch.forecast.restart import forecast_restart
+from kvwatch.forecast.trend import Series
 from kvwatch.node import join
+from kvwatch.observe.records import VllmRecord
+from kvwatch.observe.vllm_page import MAX_ENGINES
 from tests.nodes import NOW, process, serving_node
 
 NOTEBOOK = process(900, "ipykernel_launcher", user="dana")
@@ -34,6 +38,26 @@ class Watched:
     @property
     def outlook(self) -> Outlook:
         return self.history.outlook(self.snapshot.servers[0])
+
+
+def test_engines_with_other_names_each_time_fill_no_memory() -> None:
+    history = History()
+
+    def kept() -> int:
+        return sum(isinstance(thing, Series) for thing in gc.get_objects())
+
+    before = kept()
+    for minute in range(4):
+        seen = serving_node(own=70 * GIB, engines=200)
+        (server,) = seen.servers
+        assert isinstance(server.vllm, VllmRecord)
+        renamed = tuple(replace(engine, engine=f"{minute}{engine.engine}") for engine in server.vllm.engines)
+        server = replace(server, vllm=replace(server.vllm, engines=renamed))
+        snapshot = join(replace(seen, servers=(server,), time=NOW + minute * 60), Config())
+        history.add(
+            snapshot, {one.name: forecast_restart(one, snapshot, Config()) for one in snapshot.servers}
+        )
+    assert 200 <= kept() - before <= MAX_ENGINES
 
 
 def test_a_leaking_notebook_gives_a_time() -> None:

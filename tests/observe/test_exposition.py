@@ -140,6 +140,8 @@ def test_arbitrary_bytes_end_in_samples_or_in_a_typed_failure(noise: bytes) -> N
         (b"up{a=1} 2\n", "bad_sample"),
         (b'up{a="1"b="2"} 2\n', "bad_sample"),
         (b'up{a="\xff"} 2\n', "not_utf8"),
+        (b"up\r\xff\n", "not_utf8"),
+        (b'up{a="1"} 2 \xff\n', "not_utf8"),
         (b"up 1\nup 1\n", "duplicate_series"),
         (b'up{a="1",b="2"} 1\nup{b="2",a="1"} 5\n', "duplicate_series"),
         (b'up{a="' + b"x" * MAX_LINE_BYTES + b'"} 1\n', "line_too_long"),
@@ -148,6 +150,21 @@ def test_arbitrary_bytes_end_in_samples_or_in_a_typed_failure(noise: bytes) -> N
 )
 def test_refuses(page: bytes, expected: str) -> None:
     assert reason(page) == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "kept"),
+    [
+        (b'le="1.0",engine="0"', True),
+        (b'le="%s"' % (b"9" * 3000), False),
+        (b",".join(b'l%d=""' % number for number in range(200)), False),
+    ],
+)
+def test_labels_are_remembered_where_they_are_few_and_short(labels: bytes, kept: bool) -> None:
+    page = b"up{%s} 1\n" % labels
+    first, second = (FILTER.samples(page)["up"][0] for _ in range(2))
+    assert first == second
+    assert (first.labels is second.labels) == kept
 
 
 def test_other_families_are_not_looked_at() -> None:

@@ -251,7 +251,7 @@ def test_metadata_that_is_not_json(server: ScriptedServer, source: VllmSource, b
     assert reasons(record(source)) == ["bad_json"]
 
 
-@pytest.mark.parametrize("length", [-1, 0, True, "2048", 2048.5, None, float("inf")])
+@pytest.mark.parametrize("length", [-1, 0, True, "2048", 2048.5, None, float("inf"), 10**400])
 def test_a_length_of_the_wrong_type_is_absent(
     server: ScriptedServer, source: VllmSource, length: object
 ) -> None:

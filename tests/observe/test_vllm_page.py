@@ -396,6 +396,9 @@ def test_blocks_that_are_not_known_yet_are_absent(text: str) -> None:
         {"1.0": 5, "2.0": 4, "+Inf": 6},
         {"1.0": 1, "2.0": 2},
         {"1.0": 1, "x": 2, "+Inf": 3},
+        {"1.0": 1, "9" * 100: 2, "+Inf": 3},
+        {"1.0": 1, "+Inf": 1e308},
+        {"1.0": 1, "+Inf": "+Inf"},
         {"1.0": 1, "1.00": 1, "+Inf": 3},
         {"1.0": -1, "+Inf": 3},
         {"1.0": 1.5, "+Inf": 3},
@@ -406,6 +409,27 @@ def test_a_histogram_that_cannot_be_is_left_out(counts: dict[str, float | str]) 
     result = read_page(page(info(), *histogram("request_prompt_tokens", counts)))
     assert only(result).prompt_tokens is None
     assert "bad_histogram" in reasons(result)
+
+
+def test_counts_that_no_server_reaches_are_left_out_before_their_sum_is_infinite() -> None:
+    lines = [
+        info(),
+        *(gauge("num_requests_running", 1e308, model=model) for model in "ab"),
+        *(gauge("num_requests_waiting_by_reason", 1e308, model=model, reason="capacity") for model in "ab"),
+        *(
+            line
+            for model in "ab"
+            for line in histogram("request_prompt_tokens", {"+Inf": 1e308}, model=model)
+        ),
+    ]
+    engine = only(read_page(page(*lines)))
+    assert (engine.running, engine.waiting_by_reason, engine.prompt_tokens) == (None, {}, None)
+
+
+def test_a_count_of_minus_zero_is_zero() -> None:
+    engine = only(read_page(page(info(), *histogram("request_prompt_tokens", {"+Inf": "-0"}))))
+    assert engine.prompt_tokens is not None
+    assert repr(engine.prompt_tokens.count) == "0.0"
 
 
 def test_histograms_with_different_bounds_are_not_added() -> None:
