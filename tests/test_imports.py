@@ -42,16 +42,39 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(path: Path) -> set[str]:
+def modules(tree: ast.AST) -> set[str]:
+    """What the import statements below it name."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"relative import of {node.module}"
             names.add(node.module or "")
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
     return names
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported(path: Path) -> set[str]:
+    """What a module imports, and from it: either may be a module."""
+    tree = parsed(path)
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return modules(tree) | {f"{node.module}.{alias.name}" for node in statements for alias in node.names}
+
+
+def imported_late(path: Path) -> set[str]:
+    """What functions import."""
+    functions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)]
+    return set().union(*map(modules, functions))
+
+
+def printed_by(program: str) -> list[str]:
+    """The words that a Python program of its own prints."""
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
 def rank(module: str) -> int | None:
@@ -99,27 +122,6 @@ SELDOM_NEEDED = (
 """What `kvwatch run` and `kvwatch status` start without: much of their start would be spent on it."""
 
 
-def imported_late(path: Path) -> set[str]:
-    """What functions import."""
-    functions = [
-        node
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef)
-    ]
-    return {
-        name
-        for function in functions
-        for node in ast.walk(function)
-        for name in (
-            [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else []
-        )
-    }
-
-
 def test_a_daemon_loads_at_its_start_what_functions_import() -> None:
     late = {name for path in MODULES if "cli" not in path.parts for name in imported_late(path)}
     assert late - {"bcrypt"} == set(LATE_MODULES)
@@ -127,17 +129,11 @@ def test_a_daemon_loads_at_its_start_what_functions_import() -> None:
 
 @pytest.mark.parametrize("command", ["run", "status", "holders"])
 def test_a_command_starts_without_what_it_seldom_needs(command: str) -> None:
-    program = f"import sys, kvwatch.cli.{command}; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
-    assert "kvwatch.monitor" in loaded.split()
-    assert not set(SELDOM_NEEDED).intersection(loaded.split())
+    loaded = printed_by(f"import sys, kvwatch.cli.{command}; print(*sys.modules)")
+    assert "kvwatch.monitor" in loaded
+    assert not set(SELDOM_NEEDED).intersection(loaded)
 
 
 def test_the_package_itself_imports_nothing() -> None:
     program = "import sys; before = set(sys.modules); import kvwatch; print(*set(sys.modules) - before)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
-    assert loaded.split() == ["kvwatch"]
+    assert printed_by(program) == ["kvwatch"]

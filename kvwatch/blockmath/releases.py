@@ -79,7 +79,6 @@ _VERSION = re.compile(
 )
 
 
-@lru_cache(maxsize=64)
 def _rules(version: tuple[int, ...], engine: Engine) -> Mapping[str, Any]:
     found = {
         name: next(value for since, value in reversed(history) if version >= since)

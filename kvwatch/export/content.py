@@ -23,7 +23,7 @@ def render(cycle: Cycle, config: Config) -> Content:
 
 
 def _status(cycle: Cycle) -> bytes:
-    # Nobody looks at most nodes' page; the program starts sooner without it.
+    # A command that looks once shows no such page: see daemon.LATE_MODULES.
     from kvwatch.export.statuspage import apology, status_page
 
     try:

@@ -23,6 +23,7 @@ class FamilyWriter:
 
     def __init__(self, family: Family) -> None:
         self._labels = tuple(sorted(family.labels))
+        self._names = frozenset(family.labels)
         pairs = ",".join(f'{label}="%s"' for label in self._labels)
         self._series = f"{family.name}{{{pairs}}} " if pairs else f"{family.name} "
         # From look to look labels stay as they are, and only the values change.
@@ -37,12 +38,9 @@ class FamilyWriter:
         Raises:
             KeyError: these are not the family's labels.
         """
-        try:
-            texts = tuple([labels[name] for name in self._labels])
-        except KeyError:
-            texts = ()
-        if not len(texts) == len(labels) == len(self._labels):
+        if labels.keys() != self._names:
             raise KeyError(f"labels {sorted(labels)} instead of {list(self._labels)}")
+        texts = tuple([labels[name] for name in self._labels])
         return f"{self._series_text(texts)}{number(value)}\n"
 
     def _escaped_series(self, texts: tuple[str, ...]) -> str:

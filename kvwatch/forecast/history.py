@@ -21,7 +21,6 @@ MAX_POINTS = 60
 
 T = TypeVar("T")
 _Identity = tuple[str, float | None]
-_Key = tuple[str, float | None, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,38 +48,31 @@ class _Shelf(Generic[T]):
 
     def __init__(self, new: Callable[[], T]) -> None:
         self._new = new
-        self._series: dict[_Key, T] = {}
-        self._fresh: set[_Key] = set()
+        self._parts: dict[_Identity, dict[str, T]] = {}
+        self._fresh: set[tuple[_Identity, str]] = set()
 
     def begin(self, alive: Collection[_Identity]) -> None:
         """A new cycle, in which these servers were seen."""
-        self._series = {key: series for key, series in self._series.items() if key[:2] in alive}
+        self._parts = {identity: parts for identity, parts in self._parts.items() if identity in alive}
         self._fresh.clear()
 
     def series(self, server: ServerState, part: str) -> T:
         """The series to add to."""
         identity = _identity(server)
-        key = (*identity, part)
-        if key not in self._series:
-            self._make_room(identity)
-            self._series[key] = self._new()
-        self._fresh.add(key)
-        return self._series[key]
-
-    def _make_room(self, identity: _Identity) -> None:
-        """A page may name other engines each time; no more are remembered than one page may name."""
-        parts = [key for key in self._series if key[:2] == identity]
-        if len(parts) >= MAX_ENGINES:
-            del self._series[next(key for key in parts if key not in self._fresh)]
+        parts = self._parts.setdefault(identity, {})
+        if part not in parts:
+            if len(parts) >= MAX_ENGINES:
+                # A page may name other engines each time: no more are remembered than one page may name.
+                del parts[next(old for old in parts if (identity, old) not in self._fresh)]
+            parts[part] = self._new()
+        self._fresh.add((identity, part))
+        return parts[part]
 
     def of(self, server: ServerState) -> dict[str, T]:
         """The series of one server that this cycle added to, by part."""
         identity = _identity(server)
-        return {
-            key[2]: series
-            for key, series in self._series.items()
-            if key[:2] == identity and key in self._fresh
-        }
+        parts = self._parts.get(identity, {})
+        return {part: series for part, series in parts.items() if (identity, part) in self._fresh}
 
 
 class History:

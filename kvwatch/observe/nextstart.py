@@ -156,7 +156,7 @@ class _Reader:
         return _Source("script", sole_server(texts[0], StartCommand(()), self.own.text))
 
     def _from_yaml(self, configured: LaunchFile, paths: Sequence[str], texts: Sequence[str]) -> _Source:
-        # Most nodes have neither.
+        # Most nodes have neither, and a command that looks once need not wait: see daemon.LATE_MODULES.
         from kvwatch.observe.nextstart_compose import compose_command
         from kvwatch.observe.nextstart_kubernetes import manifest_command
 

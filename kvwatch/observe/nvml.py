@@ -339,7 +339,7 @@ def _ask_whole_memory(handle: Any, calls: _Calls) -> GpuMemory:
     except pynvml.NVMLError as error:
         if _reason(error) != "not_supported":
             raise
-    # Few nodes have such a GPU; the others start without it.
+    # Few nodes have such a GPU, and a command that looks once need not wait: see daemon.LATE_MODULES.
     import psutil
 
     machine = psutil.virtual_memory()

@@ -14,12 +14,11 @@ from kvwatch.blockmath.releases import Release
 from kvwatch.observe.exposition import MalformedPage
 from kvwatch.observe.httpclient import HttpClient, HttpError
 from kvwatch.observe.records import Engine, Failure, ServedModel, VllmRecord
-from kvwatch.observe.vllm_page import VllmPage, read_page
+from kvwatch.observe.vllm_page import MAX_COUNT, VllmPage, read_page
 
 _PAGE_FORMAT = "text/plain;version=0.0.4"
 _MAX_MODELS = 1_000
 _MAX_NAME = 256
-_MAX_LENGTH = 1 << 53
 
 # Before this release a page of several engines showed the last of them only, with the blocks of all (fixed by
 # vLLM pull request 21257).
@@ -214,5 +213,5 @@ def _model(entry: Any) -> ServedModel | None:
     name, root, length = entry.get("id"), entry.get("root"), entry.get("max_model_len")
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
         return None
-    is_length = isinstance(length, int) and not isinstance(length, bool) and 0 < length <= _MAX_LENGTH
+    is_length = isinstance(length, int) and not isinstance(length, bool) and 0 < length <= MAX_COUNT
     return ServedModel(name, root if isinstance(root, str) else None, length if is_length else None)

@@ -47,10 +47,10 @@ _FILTER = FamilyFilter((*_SCALARS, *_HISTOGRAMS, START_TIME))
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 MAX_ENGINES = 256
 """So many engines a page may name."""
+MAX_COUNT = 2.0**53
+"""What a float counts up to. Sums of counts are then far from infinity."""
 _MAX_LABEL = 64
 _GIB = 1 << 30
-_MAX_COUNT = 2.0**53
-"""What a float counts up to. Sums of counts are then far from infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def read_page(page: bytes) -> VllmPage:
 
 
 def _count(value: float) -> float | None:
-    return value if 0 <= value <= _MAX_COUNT and value.is_integer() else None
+    return value if 0 <= value <= MAX_COUNT and value.is_integer() else None
 
 
 def _ratio(value: float) -> float | None:

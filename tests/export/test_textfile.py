@@ -45,7 +45,6 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
 def test_a_writer_that_is_killed_leaves_a_whole_file_and_one_scrap_at_most(tmp_path: Path) -> None:
     path = tmp_path / "kvwatch.prom"
     program = f"""
-from collections.abc import Callable
 from pathlib import Path
 from kvwatch.export.textfile import write_textfile
 while True:
